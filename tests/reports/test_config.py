@@ -94,9 +94,9 @@ def test_layers_per_step():
     config = RunConfig()
     assert [config.layers_per_step(30, p) for p in (1, 2, 4, 8, 30)] == [30, 15, 8, 4, 1]
     assert config.layers_per_step(18) == 5
-    with pytest.raises(ValueError, match="cycle_length is 7, .* nearest: 6"):
+    with pytest.raises(ValueError, match=r"cycle_length is 7, .* nearest: 6"):
         config.layers_per_step(30, 7)
-    with pytest.raises(ValueError, match="cycle_length is 4, .* nearest: 3"):
+    with pytest.raises(ValueError, match=r"cycle_length is 4, .* nearest: 3"):
         config.layers_per_step(3)
 
 
