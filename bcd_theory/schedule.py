@@ -76,7 +76,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.name not in SCHEDULES:
-            near = difflib.get_close_matches(str(self.name), SCHEDULES, n=1, cutoff=0.0)
+            near = difflib.get_close_matches(str(self.name).lower(), SCHEDULES, n=1, cutoff=0.0)
             known = ", ".join(SCHEDULES)
             raise ValueError(f"unknown schedule {self.name!r}; did you mean {near[0]!r}? (one of {known})")
         n_blocks(self.n_layers, self.k)
@@ -181,7 +181,7 @@ class Schedule:
         `adaptive` starts at k = layers_per_step. At each cycle end it reads the newest record taken since the
         last change of k (an older one says nothing about the k in force; without a record k stays):
         - without `seconds_per_step` a record is a sequence of layer fidelities (cosines). Lowest below
-          min_cosine: k doubles (fewer layers are skipped); lowest > (1 + min_cosine)/2: k halves; in between k stays.
+          min_cosine: k doubles (fewer layers are skipped); above (1 + min_cosine)/2: k halves; else k stays.
         - with `seconds_per_step` a record is the measured seconds of one or more steps. Largest above it: k
           halves; largest below half of it: k doubles.
         k stays between 1 and N.
