@@ -1,0 +1,72 @@
+"""Coq confirms the reader: a .v file in which Coq proves Python's value of each formula at exact points.
+
+A slip of precedence or grammar in :mod:`proofs.formulas` cannot hide: Coq would refuse the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import sympy as sp
+
+from proofs.formulas import Formula
+
+_POOL = [sp.Rational(1, 3), sp.Rational(3, 5), sp.Rational(2, 7), sp.Rational(5, 4), sp.Rational(1, 9)]
+
+SPECIAL_POINTS: dict[str, list[tuple[object, ...]]] = {}
+"""Points for formulas with square roots: there every root is rational, so that the value is."""
+
+_HEADER = """From Coq Require Import Reals Lra.
+From LCSB Require Import Formulas.
+Open Scope R_scope.
+(* every sqrt of the goal is one of the given rational roots; every Rmin is decided *)
+Ltac decide_min := repeat match goal with |- context [Rmin ?a ?b] =>
+  first [rewrite (Rmin_left a b) by lra | rewrite (Rmin_right a b) by lra] end.
+"""
+
+
+def points_of(formula: Formula) -> list[tuple[object, ...]]:
+    """Two exact points at which the formula's value is rational."""
+    if formula.name in SPECIAL_POINTS:
+        return SPECIAL_POINTS[formula.name]
+    return [
+        tuple(k + 2 if a.is_integer else _POOL[(i + k) % len(_POOL)] for i, a in enumerate(formula.arguments))
+        for k in range(2)
+    ]
+
+
+def _rational(value: sp.Expr) -> str:
+    value = sp.nsimplify(value)
+    if not isinstance(value, sp.Rational):
+        raise ValueError(f"{value} is not rational: give this formula SPECIAL_POINTS")
+    return f"({value.p} / {value.q})" if value.p >= 0 else f"(- {-value.p} / {value.q})"
+
+
+def _roots(formula: Formula, values: Sequence[object]) -> list[sp.Expr]:
+    pairs = [(a, sp.sympify(v)) for a, v in zip(formula.arguments, values, strict=True)]
+    found = {
+        node.base.subs(pairs, simultaneous=True)
+        for node in sp.preorder_traversal(formula.body)
+        if isinstance(node, sp.Pow) and abs(node.exp) == sp.Rational(1, 2)
+    }
+    return [sp.sqrt(value) for value in found]
+
+
+def source(formulas: Mapping[str, Formula]) -> str:
+    """The text of the .v file: one Goal per formula and point."""
+    lines = [_HEADER]
+    for name, formula in formulas.items():
+        for values in points_of(formula):
+            arguments = " ".join(
+                f"{v}%nat" if a.is_integer else _rational(sp.sympify(v))
+                for a, v in zip(formula.arguments, values, strict=True)
+            )
+            roots = [_rational(root) for root in _roots(formula, values)]
+            step = "replace (sqrt e) with {} by (symmetry; apply sqrt_lem_1; lra)"
+            tries = " | ".join(step.format(root) for root in roots)
+            take = f"repeat match goal with |- context [sqrt ?e] => first [{tries}] end; " if roots else ""
+            lines.append(
+                f"Goal {name} {arguments} = {_rational(formula(*values))}. "
+                f"Proof. cbv delta [LIST]; cbv beta; simpl; {take}decide_min; (lra || (field; lra)). Qed."
+            )
+    return "\n".join(lines).replace("LIST", " ".join(formulas)) + "\n"
