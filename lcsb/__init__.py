@@ -1,0 +1,1 @@
+"""LCSB on real quantised language models: torch, transformers, peft, bitsandbytes."""
