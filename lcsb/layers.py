@@ -97,7 +97,9 @@ def _discover(model: nn.Module) -> list[tuple[str, nn.Module]]:
     embedding = token_embedding(model)
     names = {id(module): name for name, module in model.named_modules()}
     if id(embedding) not in names:
-        raise ValueError(f"the token embedding of {_class_name(model)} is not one of its modules; pass layers=")
+        raise ValueError(
+            f"the token embedding of {_class_name(model)} is not one of its modules; pass layers="
+        )
     path = names[id(embedding)]
     while path:
         path = path.rpartition(".")[0]
@@ -155,7 +157,9 @@ def _given(model: nn.Module, layers: Sequence[nn.Module]) -> list[tuple[str, nn.
     names = {id(module): name for name, module in model.named_modules()}
     for index, layer in enumerate(given):
         if not isinstance(layer, nn.Module) or id(layer) not in names:
-            raise ValueError(f"layers[{index}] ({type(layer).__name__}) is not a module of {_class_name(model)}")
+            raise ValueError(
+                f"layers[{index}] ({type(layer).__name__}) is not a module of {_class_name(model)}"
+            )
     if len({id(layer) for layer in given}) != len(given):
         raise ValueError("layers= holds the same module more than once")
     return [(names[id(layer)], layer) for layer in given]
@@ -166,7 +170,9 @@ def _refuse_by_config(model: nn.Module) -> None:
     if config is None:
         return
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{_class_name(model)} is an encoder-decoder; expected a decoder-only language model")
+        raise ValueError(
+            f"{_class_name(model)} is an encoder-decoder; expected a decoder-only language model"
+        )
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     shared = _count(text, "num_kv_shared_layers")
     if shared > 0:
@@ -190,7 +196,9 @@ def _refuse_by_structure(model: nn.Module, found: list[tuple[str, nn.Module]]) -
                     f"{_class_name(model)} is a mixture of experts ({layer_name}.{name}); expected dense layers"
                 )
             if getattr(module, "is_kv_shared_layer", False) is True:
-                raise ValueError(f"{_class_name(model)} shares keys and values between layers ({layer_name}.{name})")
+                raise ValueError(
+                    f"{_class_name(model)} shares keys and values between layers ({layer_name}.{name})"
+                )
 
 
 def _count(config: Any, field: str) -> int:

@@ -117,7 +117,12 @@ def gpt_neox(seed=0, dtype=torch.float32, **changes):
 def multimodal(seed=0, dtype=torch.float32):
     """LLaVA: TINY-L under `language_model`, and a CLIP stack of 3 layers that must stay untouched."""
     vision = CLIPVisionConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, image_size=16, patch_size=8
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        image_size=16,
+        patch_size=8,
     )
     config = LlavaConfig(vision_config=vision, text_config=llama_config(), image_token_id=96)
     return _build(LlavaForConditionalGeneration, config, seed, dtype)

@@ -1,0 +1,148 @@
+"""What bitsandbytes' layers need before they can be trusted in training on a CPU, and what a model holds in memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def make_trainable_safe(model: nn.Module) -> int:
+    """Make each quantised linear layer compute one function, in training and evaluation alike; returns their number.
+
+    4-bit, on CPUs with AVX512_BF16: in evaluation mode, when the input needs no gradient, `Linear4bit.forward`
+    repacks its weight in place; from then on the product takes a bfloat16 kernel outside autograd, so later training
+    steps lose gradients and accuracy without a word (or the layer fails where a row is no multiple of 64). The
+    switch is an attribute of each layer and is turned off here; copies (deepcopy, `to`) keep it. A weight that is
+    already repacked is put back.
+
+    int8 on the CPU: in evaluation mode the activations are cast to float16 and quantised as well, in training mode
+    the weight is dequantised instead. Here both modes take the second way.
+    """
+    import bitsandbytes as bnb
+    from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse
+
+    count = 0
+    for module in model.modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+            weight: Any = module.weight
+            if getattr(weight.quant_state, "packing_format_for_cpu", False):
+                weight.data, weight.quant_state = _convert_weight_packed_for_cpu_inverse(
+                    weight.data, weight.quant_state
+                )
+                module.quant_state = weight.quant_state
+            count += 1
+        elif isinstance(module, bnb.nn.Linear8bitLt):
+            if module.weight.device.type == "cpu":
+                module.state.__class__ = _dequantising_state()
+            count += 1
+    return count
+
+
+@functools.cache
+def _dequantising_state() -> type:
+    from bitsandbytes import MatmulLtState
+
+    class DequantisingState(MatmulLtState):  # type: ignore[misc]
+        """A state that answers `is_training` with yes, which on the CPU means: dequantise, then multiply."""
+
+        @property
+        def is_training(self) -> bool:
+            return True
+
+        @is_training.setter
+        def is_training(self, value: bool) -> None:
+            pass
+
+    return DequantisingState
+
+
+def set_compute_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Set the type in which 4-bit products are computed (a saved model carries the one it was quantised under)."""
+    import bitsandbytes as bnb
+
+    for module in model.modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            module.compute_dtype = dtype
+            module.compute_type_is_set = True
+    config: Any = getattr(getattr(model, "config", None), "quantization_config", None)
+    if hasattr(config, "bnb_4bit_compute_dtype"):
+        config.bnb_4bit_compute_dtype = dtype
+
+
+def own_memory(model: nn.Module) -> None:
+    """Copy every weight that lies in a mapped file to memory of its own (CPU).
+
+    After a load, weights point into the mapped file, and the whole file stays mapped while one of them does: the
+    pages count as the process's file memory and not as the model's.
+    """
+    for owner, name, tensor in _held_tensors(model):
+        if tensor.device.type != "cpu":
+            continue
+        copied = tensor.detach().clone()
+        if isinstance(tensor, nn.Parameter):
+            was_int8 = getattr(tensor, "CB", None) is not None
+            tensor.data = copied
+            if was_int8:
+                tensor.CB = tensor.data  # type: ignore[attr-defined]  # the same matrix under its second name
+        else:
+            setattr(owner, name, copied)
+
+
+def parameter_bytes(model: nn.Module) -> dict[str, int]:
+    """Bytes of the weights a model holds, by kind, each storage once: float32, bfloat16, ...; nf4, fp4, int8; scales.
+
+    `scales` are the quantisation constants (absmax, code tables, nested scales) that lie outside the parameters.
+    """
+    table: dict[str, int] = {}
+    seen = set()
+    for owner, name, tensor in _held_tensors(model):
+        if tensor.data_ptr() in seen or not tensor.numel():
+            continue
+        seen.add(tensor.data_ptr())
+        kind = str(tensor.dtype).removeprefix("torch.")
+        if isinstance(tensor, nn.Parameter):
+            kind = getattr(tensor, "quant_type", kind) if getattr(tensor, "quant_state", None) else kind
+        elif not isinstance(owner, nn.Module) or name == "SCB":
+            kind = "scales"
+        table[kind] = table.get(kind, 0) + tensor.numel() * tensor.element_size()
+    return dict(sorted(table.items()))
+
+
+def dequantized_weight(module: nn.Module) -> torch.Tensor:
+    """The weight matrix [out, in] that a linear layer stands for, in its compute type (float32 for int8)."""
+    weight: Any = module.weight
+    matrix: torch.Tensor = weight.data
+    state = getattr(weight, "quant_state", None)
+    if state is not None:
+        from bitsandbytes.functional import dequantize_4bit
+
+        matrix = dequantize_4bit(weight.data, state)
+    elif weight.dtype == torch.int8:
+        held: Any = module.state if getattr(weight, "SCB", None) is None else weight
+        matrix = weight.data.float() * (held.SCB.float().unsqueeze(1) / 127.0)
+    return matrix
+
+
+def _held_tensors(model: nn.Module) -> Iterator[tuple[Any, str, torch.Tensor]]:
+    """(owner, attribute, tensor) of each parameter, buffer and quantisation constant; shared parameters once."""
+    for parameter in model.parameters():
+        yield model, "", parameter
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            yield module, name, buffer
+        weight = getattr(module, "weight", None)
+        state = getattr(weight, "quant_state", None)
+        while state is not None:
+            for name in ("absmax", "code", "offset"):
+                if isinstance(getattr(state, name, None), torch.Tensor):
+                    yield state, name, getattr(state, name)
+            state = getattr(state, "state2", None)
+        for holder in (weight, getattr(module, "state", None)):
+            scale = getattr(holder, "SCB", None)
+            if isinstance(scale, torch.Tensor):
+                yield holder, "SCB", scale
