@@ -147,7 +147,7 @@ def as_cosines(values: ArrayLike, name: str = "cosines") -> Array:
     return np.clip(array, -1.0, 1.0)
 
 
-def composed_cosine(cosines: ArrayLike) -> float:
+def compose_cosines(cosines: ArrayLike) -> float:
     """prod c_j: expected cosine after layers whose own cosines are c_j (T7, a law under an assumption).
 
     c_j is the cosine between the true gradient leaving layer j and the surrogate made from the true gradient
@@ -159,7 +159,7 @@ def composed_cosine(cosines: ArrayLike) -> float:
 
 
 def composed_cosine_spread(cosines: ArrayLike, dimension: int) -> float:
-    """Standard deviation of the composed cosine under `composed_cosine`'s assumption, in R^dimension.
+    """Standard deviation of the composed cosine under `compose_cosines`'s assumption, in R^dimension.
 
     The second moment q obeys q <- c^2 q + (1 - c^2)(1 - q)/(dimension - 1), because w has variance
     (1 - <u, u_top>^2)/(dimension - 1) along u_top.
@@ -232,7 +232,7 @@ def check_composition(
     counts = np.arange(1, len(observed) + 1) if skipped is None else np.asarray(skipped, dtype=np.int64)
     if counts.shape != observed.shape or np.any(counts < 1) or np.any(counts > len(values)):
         raise ValueError(f"skipped must give {len(observed)} counts between 1 and {len(values)}")
-    predicted = np.array([composed_cosine(values[-count:]) for count in counts])
+    predicted = np.array([compose_cosines(values[-count:]) for count in counts])
     bound = np.array([cosine_bound(values[-count:]) for count in counts])
     return CompositionCheck(
         predicted=predicted,
@@ -245,23 +245,25 @@ def check_composition(
 
 def fidelity_length(
     cosines: ArrayLike, threshold: float = 0.5, skipped: Sequence[int] | None = None
-) -> int | None:
-    """Number of skipped layers after which the cosine falls below the threshold (T7); None if it never does.
+) -> float:
+    """Number of skipped layers after which the cosine falls below the threshold (T7); inf if it never does.
 
     Args:
-        cosines: measured or predicted cosine after skipping 1, 2, ... layers (or as many as `skipped` says).
+        cosines: measured or predicted cosine after skipping 1, 2, ... layers (or as many as `skipped` says);
+            NaN where there is none (a gradient of exactly zero has no direction).
         threshold: 0.5 by definition of the fidelity length.
         skipped: rising numbers of skipped layers, one a cosine; the answer is one of them.
 
     >>> fidelity_length([0.66, 0.59, 0.46, 0.32], skipped=[1, 2, 4, 6])
-    4
+    4.0
     """
-    values = as_cosines(cosines)
-    counts = list(range(1, len(values) + 1)) if skipped is None else list(skipped)
-    if len(counts) != len(values) or counts != sorted(set(counts)):
-        raise ValueError(f"skipped must be {len(values)} rising numbers of layers, got {counts}")
-    below = np.flatnonzero(values < threshold)
-    return int(counts[int(below[0])]) if len(below) else None
+    given = np.atleast_1d(np.asarray(cosines, dtype=np.float64))
+    as_cosines(given[~np.isnan(given)])
+    counts = list(range(1, len(given) + 1)) if skipped is None else list(skipped)
+    if len(counts) != len(given) or counts != sorted(set(counts)):
+        raise ValueError(f"skipped must be {len(given)} rising numbers of layers, got {counts}")
+    below = np.flatnonzero(given < threshold)
+    return float(counts[int(below[0])]) if len(below) else float("inf")
 
 
 def guaranteed_share(cosine: ArrayLike, rho: ArrayLike = 1.0, relative_step: float | None = None) -> Array:

@@ -58,7 +58,7 @@ def certified_plan(
         cosines: for grades identity and mlp the layers' own cosines, each of shape (layers,); exact has 1.
             A grade that is left out, or whose cosine is not positive under law product, is not used.
         min_cosine: target in (0, 1], required at every selected layer; the lowest one decides.
-        law: product, `composed_cosine`'s expectation; or angle, `cosine_bound`'s guarantee.
+        law: product, `compose_cosines`'s expectation; or angle, `cosine_bound`'s guarantee.
         condition_numbers: law angle only: by grade, shape (layers,) or a number; missing grades have 1
             (then the result is the plain sum of angles, a guarantee only if nothing is kept below a skipped
             layer).

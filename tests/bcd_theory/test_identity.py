@@ -9,7 +9,7 @@ from bcd_theory.identity import (
     bias_bound,
     bias_bound_exponential,
     check_composition,
-    composed_cosine,
+    compose_cosines,
     composed_cosine_spread,
     cosine_bound,
     fidelity_length,
@@ -163,7 +163,7 @@ def test_composed_cosine_and_spread_by_simulation() -> None:
         u = cosine * u + np.sqrt(1 - cosine**2) * w
     composed = np.sum(u * top, axis=1)
     spread = composed_cosine_spread(cosines, n)
-    assert composed.mean() == pytest.approx(composed_cosine(cosines), abs=4 * spread / np.sqrt(draws))
+    assert composed.mean() == pytest.approx(compose_cosines(cosines), abs=4 * spread / np.sqrt(draws))
     assert composed.std() == pytest.approx(spread, rel=0.03)
     assert composed_cosine_spread([0.8], n) == pytest.approx(0.0, abs=1e-8)
     assert composed.min() >= cosine_bound(cosines) - ROUNDING
@@ -187,7 +187,7 @@ def test_fidelity_length() -> None:
     assert fidelity_length([0.66, 0.59, 0.46, 0.32, 0.15, 0.07, 0.02, 0.0], skipped=skipped) == 4
     assert fidelity_length([0.70, 0.65, 0.54, 0.53, 0.43, 0.19, 0.04, 0.0], skipped=skipped) == 10
     assert fidelity_length([0.96, 0.94, 0.91, 0.78, 0.63, 0.55, 0.55, 0.36], skipped=skipped) == 30
-    assert fidelity_length([0.9, 0.5]) is None
+    assert fidelity_length([0.9, np.nan, 0.5]) == np.inf
     assert fidelity_length(np.cumprod([0.8] * 6)) == 4  # 0.8^4 = 0.41
     with pytest.raises(ValueError, match="rising"):
         fidelity_length([0.9, 0.8], skipped=[2, 1])
@@ -221,8 +221,8 @@ def test_guaranteed_share_is_the_ratio_of_the_two_decreases() -> None:
         (lambda: bias_bound([0.1], kept=[1]), "kept layer 1"),
         (lambda: plan_bias_bound([0.1], [0.1], ["mpl"]), "did you mean 'mlp'"),
         (lambda: plan_bias_bound([0.1], [0.1], []), "equal lengths"),
-        (lambda: composed_cosine([1.2]), "between -1 and 1"),
-        (lambda: composed_cosine([np.nan]), "between -1 and 1"),
+        (lambda: compose_cosines([1.2]), "between -1 and 1"),
+        (lambda: compose_cosines([np.nan]), "between -1 and 1"),
         (lambda: cosine_bound([0.5], 0.5), "at least 1"),
         (lambda: composed_cosine_spread([0.5], 1), "dimension"),
     ],

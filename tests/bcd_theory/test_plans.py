@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bcd_theory.cost import StepCosts, grade_seconds, plan_seconds, step_seconds
-from bcd_theory.identity import composed_cosine, cosine_bound
+from bcd_theory.identity import compose_cosines, cosine_bound
 from bcd_theory.plans import certified_plan
 
 
@@ -40,7 +40,7 @@ def cosine_of(plan, block, cosines, law, kappas) -> float:
         values.append(1.0 if grade == "exact" else cosines[grade][layer])
         conditions.append(kappas.get(grade, 1.0))
     if law == "product":
-        return composed_cosine(values) if values else 1.0
+        return compose_cosines(values) if values else 1.0
     return cosine_bound(values, conditions) if values else 1.0
 
 
@@ -70,7 +70,7 @@ def test_plan_is_the_cheapest_one(block: list[int], target: float, law: str) -> 
             cosines,
             target,
             law=law,
-            condition_numbers=kappas or None if law == "angle" else None,
+            condition_numbers=kappas or None,
         )
         found = cosine_of(plan.grades, block, cosines, law, kappas)
         assert found == pytest.approx(plan.cosine, abs=1e-9) and found >= target - 1e-9
