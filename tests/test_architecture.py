@@ -43,13 +43,17 @@ DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "pillow", "PEPit": "pepit", "lm_eval":
 
 @dataclass(frozen=True)
 class Import:
-    """`target`: the module meant. `runs`: not under TYPE_CHECKING. `lazy`: inside a function or a try."""
+    """`target`: the module meant. `runs`: not under TYPE_CHECKING. `lazy`: inside a function or a try.
+
+    `called`: by `import_module`, which is for a package that may be absent and about which nothing is promised.
+    """
 
     importer: str
     target: str
     line: int
     runs: bool
     lazy: bool
+    called: bool = False
 
 
 def module_name(path: Path, root: Path) -> str:
@@ -64,7 +68,7 @@ def read_imports(sources: Mapping[str, str], packages: set[str]) -> list[Import]
         for target, node, runs, lazy in _walk(
             ast.parse(text, filename=name), name, name in packages, sources
         ):
-            found.append(Import(name, target, node.lineno, runs, lazy))
+            found.append(Import(name, target, node.lineno, runs, lazy, isinstance(node, ast.Call)))
     return found
 
 
@@ -173,7 +177,7 @@ def undeclared(imports: list[Import], core: set[str], extras: set[str]) -> list[
     problems = []
     for one in imports:
         top = one.target.partition(".")[0]
-        if top in sys.stdlib_module_names or top in PACKAGES or not one.runs:
+        if top in sys.stdlib_module_names or top in PACKAGES or not one.runs or one.called:
             continue
         distribution = DISTRIBUTIONS.get(top, top.lower().replace("_", "-"))
         if distribution not in (core | extras if one.lazy else core):
