@@ -46,7 +46,8 @@ class Corpus:
     def batch(self, seed: int, step: int, batch_size: int) -> torch.Tensor:
         """Windows [batch_size, tokens] of a step (from 0): the same for every arm, and after a resume.
 
-        Windows pass in a new random permutation each epoch; a batch may reach into the next epoch.
+        Epoch e passes the windows in the order numpy.random.default_rng([seed, e]).permutation(len(train)); a batch
+        may reach into the next epoch.
         """
         return self.train[_order(seed, step * batch_size, (step + 1) * batch_size, len(self.train))]
 
@@ -73,7 +74,7 @@ def load_corpus(
 
     Args:
         source: "pydoc" (the language reference that every CPython carries: pydoc_data.topics, in the order of the
-            topics' names), a .jsonl file with a text field, or a UTF-8 text file (one row). A file named pydoc: ./pydoc.
+            topics' names), a .jsonl file with a text field, or a UTF-8 text file (one row).
         tokenizer: special-token strings in the text are split like any text and never become special tokens.
         tokens: length of a window. Each begins with the BOS token where the tokenizer adds one to a text.
         text_field: field of the JSONL rows.

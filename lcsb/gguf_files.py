@@ -128,9 +128,11 @@ def _check_gguf(path: Path) -> tuple[int, bool]:
     if magic != b"GGUF":
         raise ValueError(f"{path} is not a GGUF file: starts with {magic!r}, expected b'GGUF'")
     try:
-        tensors = GGUFReader(path).tensors
+        reader = GGUFReader(path)
     except (ValueError, KeyError, IndexError) as error:
         raise ValueError(f"{path} cannot be read as GGUF: {error}") from error
+    tensors = reader.tensors
+    _refuse_rotary_scaling(path, reader)
     checked = set()
     for tensor in tensors:
         if tensor.tensor_type in checked:
@@ -143,9 +145,22 @@ def _check_gguf(path: Path) -> tuple[int, bool]:
             ) from None
         checked.add(tensor.tensor_type)
     names = {tensor.name for tensor in tensors}
-    # Rotary factors are constants that the model computes from its configuration.
-    kept = [tensor for tensor in tensors if not tensor.name.startswith("rope_")]
-    return sum(int(tensor.n_elements) for tensor in kept), "output.weight" not in names
+    return sum(int(tensor.n_elements) for tensor in tensors), "output.weight" not in names
+
+
+def _refuse_rotary_scaling(path: Path, reader: Any) -> None:
+    # transformers reads neither the factors nor the keys: the model would load, with other positions than its own.
+    found = [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_")]
+    for key, field in reader.fields.items():
+        if key.endswith(".rope.scaling.type") and field.contents() != "none":
+            found.append(f"{key} = {field.contents()}")
+        if key.endswith(".rope.scaling.factor") and field.contents() != 1.0:
+            found.append(f"{key} = {field.contents()}")
+    if found:
+        raise ValueError(
+            f"{path.name} scales its rotary positions ({', '.join(found)}), which cannot be read from GGUF: "
+            "load the model from its hub id or a folder"
+        )
 
 
 def _check_complete(path: Path, model: Any, info: Any, elements: int, tied: bool) -> None:
@@ -154,6 +169,11 @@ def _check_complete(path: Path, model: Any, info: Any, elements: int, tied: bool
         names = ", ".join(missing[:4]) or str(sorted(info["mismatched_keys"])[0])
         raise ValueError(
             f"{path.name}: {len(missing)} weights of {type(model).__name__} have no tensor: {names}"
+        )
+    kept = {str(parameter.dtype) for parameter in model.parameters()} - {"torch.float32"}
+    if kept:
+        raise ValueError(
+            f"{path.name}: {type(model).__name__} kept weights as {', '.join(kept)}, expected float32"
         )
     # Tensors that no weight asked for are skipped without a word by the reader: count instead.
     placed = sum(parameter.numel() for parameter in model.parameters())

@@ -156,3 +156,21 @@ def batch(model, rows=2, tokens=12, seed=0, lengths=None):
     for row, length in enumerate(lengths or []):
         ids[row, length:], mask[row, length:], labels[row, length:] = 0, 0, -100
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def tokenizer(vocab_size=97, add_bos=False):
+    """A fast tokenizer with one token a character: 0 <pad>, 1 <bos>, 2 <eos>, 3 <unk>, then space, newline, letters."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    text = " \n" + "".join(chr(code) for code in range(33, 127) if chr(code) not in "`~^")
+    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2, "<unk>": 3}
+    for character in text[: vocab_size - 4]:
+        vocabulary[character] = len(vocabulary)
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    if add_bos:
+        core.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
+    )
