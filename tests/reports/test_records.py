@@ -38,7 +38,8 @@ def header(**changes):
     arm = RunConfig().arms[1].model_dump()
     row = {
         "kind": "header", "schema": 1, "predictions_sha256": SHA, "arm": arm, "seed": 0,
-        "learning_rate": 1e-4, "cycle_length": 2, "blocks": [[0, 1], [2]], "n_layers": 3, "steps": 4, "loss_at_start": 3.0,
+        "learning_rate": 1e-4, "cycle_length": 2, "blocks": [[0, 1], [2]], "n_layers": 3, "steps": 4,
+        "loss_at_start": 3.0,
     }  # fmt: skip
     return row | changes
 

@@ -1,0 +1,75 @@
+"""Schemas of evidence/<kind>.json: what was measured after the predictions were registered."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from bcd_theory.predict import Fidelity
+
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class _Evidence(BaseModel):
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+
+class FidelityBatch(_Evidence):
+    """Fidelity by layer on one held-out batch, before ('start') or after ('after') fine-tuning.
+
+    gradient_norm: 2-norm of the true adapter gradient by layer.
+    """
+
+    batch: int
+    adapter_seed: int
+    stage: Literal["start", "after"]
+    rows: list[Fidelity]
+    gradient_norm: list[float | None] = []
+
+
+class FidelityEvidence(_Evidence):
+    kind: Literal["fidelity"]
+    predictions_sha256: Sha256
+    batches: list[FidelityBatch]
+
+
+class TimingRow(_Evidence):
+    """Seconds of a step. seconds: the median of each block of the cycle; repeats: each repeat's blocks."""
+
+    mode: str
+    cycle_length: int
+    seconds: list[float]
+    mean_seconds: float
+    speedup: float
+    repeats: list[list[float]] = []
+
+    def cycle_means(self) -> list[float]:
+        """Mean seconds of a step over the cycle, one value a repeat; [] when repeats are not listed."""
+        return [sum(blocks) / len(blocks) for blocks in self.repeats if blocks]
+
+
+class TimingEvidence(_Evidence):
+    """`dequantisation_share_of_backward`: of the full mode's backward time in the layers."""
+
+    kind: Literal["timing"]
+    predictions_sha256: Sha256
+    rows: list[TimingRow]
+    threads: int | None = None
+    dequantisation_share_of_backward: float | None = None
+
+
+class MemoryRow(_Evidence):
+    """Bytes of the whole process; `floor_bytes`: of a process that only imported what it needs."""
+
+    mode: str
+    peak_bytes: int
+    rss_anon_bytes: int | None = None
+    floor_bytes: int | None = None
+
+
+class MemoryEvidence(_Evidence):
+    kind: Literal["memory"]
+    predictions_sha256: Sha256
+    meter: str
+    rows: list[MemoryRow]
