@@ -124,6 +124,7 @@ def attach_lora(
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout={dropout}, expected 0 <= dropout < 1")
     wanted = _projections(model) if target_modules == "all-linear" else None
+    transposed = any(type(module).__name__ == "Conv1D" for module in model.modules())
     config = LoraConfig(
         r=r,
         lora_alpha=alpha,
@@ -131,14 +132,14 @@ def attach_lora(
         target_modules=wanted
         or (target_modules if isinstance(target_modules, str) else list(target_modules)),
         use_rslora=use_rslora,
+        fan_in_fan_out=transposed,
         task_type="CAUSAL_LM",
     )
-    hooks = {id(module): set(module._forward_hooks) for module in model.modules()}
     with torch.random.fork_rng(devices=[]):
         # Adapters are drawn on the CPU, whatever the device of the base: only the CPU generator is seeded.
         torch.default_generator.manual_seed(seed)
         wrapped = get_peft_model(model, config)
-    _remove_new_hooks(wrapped, hooks)
+    _remove_input_gradient_hooks(wrapped)
     if wanted is not None:
         prefix = "base_model.model."
         got = {n.removeprefix(prefix) for n, m in wrapped.named_modules() if hasattr(m, "lora_A")}
@@ -306,6 +307,10 @@ def _finished(model: Any, tokenizer: Any, dtype: torch.dtype, name: str) -> tupl
     own_memory(model)
     make_trainable_safe(model)
     set_compute_dtype(model, dtype)
+    # What the load did to the names of a quantised file cannot be undone by transformers' save, which then fails; a
+    # quantised model saves under its own names.
+    if getattr(model, "is_quantized", False):
+        model._weight_conversions = []
     # Adapters saved later name this as their base: what the user asked for, not a cache folder.
     model.name_or_path = model.config._name_or_path = name
     return model.eval(), tokenizer
@@ -374,8 +379,10 @@ def _projections(model: Any) -> list[str]:
     return names
 
 
-def _remove_new_hooks(wrapped: nn.Module, before: dict[int, set[int]]) -> None:
-    # PEFT asks for gradients at the embedding's output when recompute is on: every backward would run to the bottom.
-    for module in wrapped.modules():
-        for key in set(module._forward_hooks) - before.get(id(module), set()):
-            del module._forward_hooks[key]
+def _remove_input_gradient_hooks(model: nn.Module) -> None:
+    # transformers and PEFT install one (under this name) when recompute is on, and transformers' own removal knows
+    # the last set of handles only. With it every backward pass runs to the bottom.
+    for module in model.modules():
+        for key, hook in list(module._forward_hooks.items()):
+            if getattr(hook, "__name__", "").startswith("make_inputs_require_grad"):
+                del module._forward_hooks[key]

@@ -16,25 +16,25 @@ def make_trainable_safe(model: nn.Module) -> int:
     4-bit, on CPUs with AVX512_BF16: in evaluation mode, when the input needs no gradient, `Linear4bit.forward`
     repacks its weight in place; from then on the product takes a bfloat16 kernel outside autograd, so later training
     steps lose gradients and accuracy without a word (or the layer fails where a row is no multiple of 64). The
-    switch is an attribute of each layer and is turned off here; copies (deepcopy, `to`) keep it. A weight that is
-    already repacked is put back.
+    switch is an attribute of each layer and is turned off here; copies (deepcopy, `to`) keep it.
 
     int8 on the CPU: in evaluation mode the activations are cast to float16 and quantised as well, in training mode
     the weight is dequantised instead. Here both modes take the second way.
+
+    Raises:
+        ValueError: a 4-bit weight is repacked already, which rounded its scales to bfloat16 for good.
     """
     import bitsandbytes as bnb
-    from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse
 
     count = 0
-    for module in model.modules():
+    for name, module in model.named_modules():
         if isinstance(module, bnb.nn.Linear4bit):
             module.support_avx512bf16_for_cpu = False
-            weight: Any = module.weight
-            if getattr(weight.quant_state, "packing_format_for_cpu", False):
-                weight.data, weight.quant_state = _convert_weight_packed_for_cpu_inverse(
-                    weight.data, weight.quant_state
+            if getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
+                raise ValueError(
+                    f"{name}: its 4-bit weight was repacked by an evaluation on this CPU, with rounded scales; "
+                    "load the model anew and call this before its first forward"
                 )
-                module.quant_state = weight.quant_state
             count += 1
         elif isinstance(module, bnb.nn.Linear8bitLt):
             if module.weight.device.type == "cpu":
@@ -62,16 +62,25 @@ def _dequantising_state() -> type:
 
 
 def set_compute_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Set the type in which 4-bit products are computed (a saved model carries the one it was quantised under)."""
+    """Set the type in which a model computes: 4-bit products, and the weights that are not quantised.
+
+    A folder saved quantised gives both the types they were saved in, whatever type the load asks for.
+    """
     import bitsandbytes as bnb
 
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit):
             module.compute_dtype = dtype
             module.compute_type_is_set = True
-    config: Any = getattr(getattr(model, "config", None), "quantization_config", None)
-    if hasattr(config, "bnb_4bit_compute_dtype"):
-        config.bnb_4bit_compute_dtype = dtype
+    for parameter in model.parameters():
+        # 4-bit weights are integers here; buffers (rotary frequencies) keep their own precision.
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    config: Any = getattr(model, "config", None)
+    if config is not None:
+        config.dtype = dtype
+        if hasattr(getattr(config, "quantization_config", None), "bnb_4bit_compute_dtype"):
+            config.quantization_config.bnb_4bit_compute_dtype = dtype
 
 
 def own_memory(model: nn.Module) -> None:

@@ -198,7 +198,7 @@ def test_no_token_embedding():
 
 
 def test_attention_must_be_one():
-    with pytest.raises(ValueError, match="exactly one attention branch.*found attn0, attn1"):
+    with pytest.raises(ValueError, match=r"exactly one attention branch.*found attn0, attn1"):
         attention_module(_Layer(attentions=2))
     with pytest.raises(ValueError, match=r"found none among mlp \(Linear\)"):
         attention_module(_Layer(attentions=0))
