@@ -88,11 +88,15 @@ def read_gguf(path: Path) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    model, info = AutoModelForCausalLM.from_pretrained(
-        **where, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
-    )
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            **where, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
+        )
+        tokenizer = AutoTokenizer.from_pretrained(**where, trust_remote_code=False)
+    except (ValueError, NotImplementedError, KeyError, RuntimeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{path.name}: transformers cannot read it: {reason}") from error
     _check_complete(path, model, info, elements, tied)
-    tokenizer = AutoTokenizer.from_pretrained(**where, trust_remote_code=False)
     _forget_gguf(model)
     return model, tokenizer
 

@@ -16,7 +16,7 @@ from torch import nn
 from lcsb.cache import cached_folder, file_sha256, folder_sha256
 from lcsb.gguf_files import BUILTIN_MODELS, builtin_gguf, copy_licence_note, read_gguf
 from lcsb.layers import named_decoder_layers
-from lcsb.quantized import make_trainable_safe, own_memory, parameter_bytes, set_compute_dtype
+from lcsb.quantized import check_shapes, make_trainable_safe, own_memory, parameter_bytes, set_compute_dtype
 
 QUANTIZATIONS = ("nf4", "fp4", "int8", None)
 _COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -297,6 +297,7 @@ def _read_folder(
             raise ValueError(
                 f"{folder}: {len(info[kind])} {kind.replace('_', ' ')} for {type(model).__name__}: {names}"
             )
+    check_shapes(model)
     tokenizer = AutoTokenizer.from_pretrained(
         folder, local_files_only=True, trust_remote_code=trust_remote_code
     )

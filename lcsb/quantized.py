@@ -61,6 +61,24 @@ def _dequantising_state() -> type:
     return DequantisingState
 
 
+def check_shapes(model: nn.Module) -> None:
+    """Check that each quantised matrix has the shape of its layer: bitsandbytes packs, and takes, any shape.
+
+    Raises:
+        ValueError: one has another shape; names the layer and both shapes.
+    """
+    import bitsandbytes as bnb
+
+    for name, module in model.named_modules():
+        if not isinstance(module, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt):
+            continue
+        state = getattr(module.weight, "quant_state", None)
+        shape = tuple(module.weight.shape if state is None else state.shape)
+        expected = (module.out_features, module.in_features)
+        if shape != expected:
+            raise ValueError(f"{name}.weight has shape {shape}, expected {expected}")
+
+
 def set_compute_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     """Set the type in which a model computes: 4-bit products, and the weights that are not quantised.
 
