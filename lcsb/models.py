@@ -111,8 +111,8 @@ def attach_lora(
         seed: the adapters' start is a function of the seed alone; the global random state is left as it was.
 
     Returns:
-        PeftModel in training mode for adapters: they are float32 (float64 on a float64 model) and require grad, the
-        base is frozen, and no hook makes the embedding's output require grad.
+        PeftModel in the mode (training, evaluation) of `model`. Adapters are float32 (float64 on a float64 model) and
+        require grad, the base is frozen, and no hook makes the embedding's output require grad.
 
     Raises:
         ValueError: no target found, or a rank or dropout out of range.
@@ -139,6 +139,8 @@ def attach_lora(
         # Adapters are drawn on the CPU, whatever the device of the base: only the CPU generator is seeded.
         torch.default_generator.manual_seed(seed)
         wrapped = get_peft_model(model, config)
+    # New modules start in training mode, a loaded base in evaluation: one mode for both, the base's.
+    wrapped.train(model.training)
     _remove_input_gradient_hooks(wrapped)
     if wanted is not None:
         prefix = "base_model.model."

@@ -62,6 +62,17 @@ def test_every_tensor_is_the_reference_dequantisation(tmp_path, arch, qtype):
     assert tokenizer("the").input_ids == [257]
 
 
+@pytest.mark.parametrize("qtype", ["Q4_K", "Q6_K"])
+def test_k_types(tmp_path, qtype):
+    original = tiny.llama(vocab_size=300, hidden_size=256, intermediate_size=256, num_hidden_layers=1)
+    path = tmp_path / "k.gguf"
+    expected = tiny_gguf.write(path, original, "llama", gguf.GGMLQuantizationType[qtype])
+    model, _ = read_gguf(path)
+    for name, parameter in model.named_parameters():
+        assert np.array_equal(parameter.detach().numpy(), expected[name]), name
+        assert parameter.isfinite().all() and parameter.abs().max() > 0
+
+
 @pytest.mark.parametrize("quantization", ["nf4", None])
 def test_path_loads_through_the_cache(tmp_path, model_cache, quantization):
     path = tmp_path / "tiny-cached.gguf"

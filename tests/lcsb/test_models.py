@@ -326,6 +326,12 @@ def test_lora_formula_and_scaling():
         assert a.dtype == torch.float64
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_adapters_take_the_mode_of_the_base(training):
+    wrapped = attach_lora(tiny.llama().train(training), dropout=0.5)
+    assert {module.training for module in wrapped.modules()} == {training}
+
+
 def test_lora_refusals():
     with pytest.raises(ValueError, match="r=0, expected a rank of at least 1"):
         attach_lora(tiny.llama(), r=0)

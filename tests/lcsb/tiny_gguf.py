@@ -45,6 +45,21 @@ def unpermuted(matrix, heads):
     return np.ascontiguousarray(rows.swapaxes(1, 2)).reshape(matrix.shape)
 
 
+# Bytes of a block of 256 numbers, and where its float16 scales stand (the writer has no quantiser for these types).
+K_LAYOUT = {"Q4_K": (144, (0, 2)), "Q6_K": (210, (208,))}
+
+
+def k_blocks(shape, kind):
+    """Random blocks of a K type with small scales: valid data, though not of any matrix in particular."""
+    size, scales = K_LAYOUT[kind.name]
+    generator = np.random.default_rng(shape)
+    blocks = generator.integers(0, 256, (shape[0], shape[1] // 256, size), dtype=np.uint8)
+    for at in scales:
+        values = generator.uniform(1e-5, 2e-5, blocks.shape[:2]).astype(np.float16)
+        blocks[..., at : at + 2] = values[..., None].view(np.uint8)
+    return blocks.reshape(shape[0], -1)
+
+
 def write(path, model, arch, qtype, leave_out=(), extra=None, rope_scaling=None, raw_type=None):
     config = model.config
     writer = gguf.GGUFWriter(path, arch)
@@ -76,7 +91,7 @@ def write(path, model, arch, qtype, leave_out=(), extra=None, rope_scaling=None,
         added = 1.0 if arch == "gemma3" and "norm" in name else 0.0
         stored = permuted(matrix, heads) if rotated else matrix + np.float32(added)
         kind = qtype if matrix.ndim == 2 else gguf.GGMLQuantizationType.F32
-        data = gguf.quantize(stored, kind)
+        data = k_blocks(stored.shape, kind) if kind.name in K_LAYOUT else gguf.quantize(stored, kind)
         writer.add_tensor(gguf_name(name, arch), data, raw_dtype=kind)
         back = gguf.dequantize(data, kind)
         expected[name] = unpermuted(back, heads) if rotated else back - np.float32(added)
