@@ -114,9 +114,10 @@ class RunConfig(_Settings):
     cycle_length: PositiveInt = 4
     batch_size: PositiveInt = 1
     eval_every: PositiveInt = 20
-    eval_windows: PositiveInt = 16
+    eval_windows: PositiveInt = 12
     checkpoint_every: PositiveInt = 20
-    recompute: bool = True
+    recompute: bool = True  # of the timing and memory measurements: what a memory-bound device would run
+    recompute_arms: bool = False  # trajectories are the same bit for bit either way; without it they are faster
     workers: PositiveInt = 2
     timing_repeats: PositiveInt = 3
     timing_cycle_lengths: Annotated[list[PositiveInt], Field(min_length=1)] = [1, 2, 4, 8]

@@ -79,6 +79,7 @@ def measurements(config: RunConfig, truth: Truth) -> Measurements:
         cycle_lengths=tuple(config.timing_cycle_lengths),
         fidelity=tuple(rows),
         gradient_norm=tuple(np.geomspace(0.9, 0.07, N).tolist()),
+        held_out_loss=3.5,
         hidden_cosine={"identity": tuple(np.linspace(0.6, 0.9, N).tolist()), "mlp": tuple([0.97] * N)},
     )  # fmt: skip
 

@@ -1,0 +1,315 @@
+"""The `lcsb` command. Heavy imports happen inside the commands: `lcsb --help` must not load torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    name="lcsb",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Measure, predict, run and judge layer-cyclic selective backpropagation on a real 4-bit model.",
+    epilog="The main job: [bold]lcsb validate[/]. A look at every part in minutes: lcsb validate --size quick.",
+)
+console = Console(stderr=False)
+errors = Console(stderr=True)
+
+BAD_INPUT, FAILED, STOPPED, INTERRUPTED = 2, 1, 3, 130
+
+Run = Annotated[Path, typer.Argument(help="Run folder, for example runs/validate.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line, for machines.")]
+Gate = Annotated[bool, typer.Option("--gate", help="Exit with 1 if a claim is refuted or a check fails.")]
+Size = Annotated[str, typer.Option(help="quick, standard or full.")]
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file of settings.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="One setting, dotted: --set optimizer.eps=1e-6."),
+]
+Claims = Annotated[str | None, typer.Option(help="Only these claims: C1,C4.")]
+
+
+def _print_json(value: object) -> None:
+    sys.stdout.write(json.dumps(value, allow_nan=False) + "\n")
+
+
+def _folder(run: Path) -> Any:
+    from reports.records import RunFolder
+
+    folder = RunFolder(run)
+    if not folder.config.exists():
+        raise ValueError(f"{run}: not a run folder (no config.yaml in it)")
+    return folder
+
+
+def _progress() -> Callable[[str], Any]:
+    from lcsb.progress import progress
+
+    return partial(progress, errors)
+
+
+@app.command()
+def validate(
+    size: Size = "standard",
+    config: ConfigFile = None,
+    set_: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder; default runs/NAME.")] = None,
+    claims: Claims = None,
+    dry_run: Annotated[bool, typer.Option(help="Print what would be done, and do nothing.")] = False,
+    gate: Gate = False,
+    as_json: AsJson = False,
+) -> None:
+    """The main job: measure, predict, run every arm on the real model, judge the claims, write the report.
+
+    An interrupted run is taken up where it stopped by the same command.
+
+    Examples: [bold]lcsb validate[/]    [bold]lcsb validate --size quick[/]
+    [bold]lcsb validate --set data.source=notes.txt --out runs/notes[/]
+    """
+    from reports.records import RunConfig
+
+    settings = RunConfig.build(size, config, set_ or [])
+    root = out or Path("runs") / settings.name
+    if dry_run:
+        _describe(settings, root)
+        return
+    from lcsb import stages
+    from lcsb.progress import duration
+
+    folder = stages.open_run(root, settings)
+    progress = _progress()
+    stages.measure(folder, progress)
+    stages.predict(folder)
+    expected = duration(stages.expected_run_seconds(folder))
+    errors.print(f"predictions registered; a whole run is expected to take about {expected}", highlight=False)
+    stages.run(folder, progress)
+    _judge(folder, claims, gate, as_json, with_report=True)
+
+
+def _describe(settings: Any, root: Path) -> None:
+    arms, seeds = len(settings.arms), len(settings.seeds)
+    steps = arms * seeds * settings.steps
+    windows = arms * seeds * (-(-settings.steps // settings.eval_every)) * settings.eval_windows
+    timed = (settings.timing_repeats + 1) * (1 + 3 * sum(settings.timing_cycle_lengths))
+    console.print(
+        f"{settings.model} ({settings.quantization or 'not quantised'}) into {root}: {arms} arms x {seeds} seeds x "
+        f"{settings.steps} steps = {steps} training steps of {settings.batch_size} x {settings.data.tokens} tokens, "
+        f"{windows} held-out windows, {timed} timed steps, {2 * settings.fidelity_batches + 1} fidelity batches; "
+        f"{settings.workers} processes of one thread. The time is known after the first stage (lcsb measure).",
+        highlight=False,
+    )
+
+
+@app.command()
+def measure(
+    run: Run,
+    size: Size = "standard",
+    config: ConfigFile = None,
+    set_: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """First stage: gradient fidelity by layer and seconds by part of this model on this machine.
+
+    Example: [bold]lcsb measure runs/mine --set cycle_length=2[/]
+    """
+    from lcsb import stages
+    from reports.records import RunConfig, RunFolder
+
+    folder = RunFolder(run)
+    if size != "standard" or config is not None or set_ or not folder.config.exists():
+        folder = stages.open_run(run, RunConfig.build(size, config, set_ or []))
+    measured = stages.measure(folder, _progress())
+    costs = measured.costs
+    if as_json:
+        _print_json({"held_out_loss": measured.held_out_loss, "forward": costs.forward, "head": costs.head})
+        return
+    parts = (
+        "forward",
+        "head",
+        "recompute",
+        "input_gradient",
+        "adapter_gradient",
+        "dequantisation",
+        "optimizer",
+    )
+    for part in parts:
+        console.print(f"{part.replace('_', ' '):18} {_total(costs, part):8.3f} s")
+    console.print(
+        f"held-out loss at the start: {measured.held_out_loss:.3f}; all figures in {folder.measurements}"
+    )
+
+
+def _total(costs: Any, part: str) -> float:
+    value = getattr(costs, part)
+    return float(value if isinstance(value, float) else sum(value))
+
+
+@app.command()
+def predict(run: Run, as_json: AsJson = False) -> None:
+    """Second stage: turn measurements into predictions, written down before the first training step.
+
+    Example: [bold]lcsb predict runs/mine[/]
+    """
+    from rich.table import Table
+
+    from lcsb import stages
+    from reports.records import sha256_of
+
+    folder = _folder(run)
+    predictions = stages.predict(folder)
+    if as_json:
+        _print_json({item.id: item.value for item in predictions.items})
+        return
+    table = Table("prediction", "value", "unit", "theorem")
+    for item in predictions.items:
+        values = item.value if isinstance(item.value, tuple) else (item.value,)
+        shown = ", ".join("-" if v is None else f"{v:.3g}" for v in values[:6])
+        table.add_row(
+            item.id, shown + (", ..." if len(values) > 6 else ""), item.unit, ", ".join(item.theorems)
+        )
+    console.print(table)
+    console.print(f"sha256 {sha256_of(folder.predictions)}")
+
+
+@app.command()
+def train(
+    run: Run,
+    arm: Annotated[str, typer.Option(help="Name of the arm, for example exact-frozen.")],
+    seed: Annotated[int, typer.Option(help="One of the run's seeds.")] = 0,
+) -> None:
+    """Train one arm with one seed. Exit code 3 if it diverged.
+
+    Example: [bold]lcsb train runs/mine --arm exact-frozen --seed 1[/]
+    """
+    from lcsb.jobs import start_worker
+    from lcsb.train import train_arm
+
+    folder = _folder(run)
+    start_worker(1)
+    status = train_arm(folder, arm, seed)
+    console.print(f"{arm}, seed {seed}: {status}; {folder.arm(arm, seed).metrics}")
+    if status == "diverged":
+        raise typer.Exit(STOPPED)
+
+
+@app.command("run")
+def run_(run: Run) -> None:
+    """Third stage: time and memory of each mode, then all arms and seeds, then fidelity on held-out batches.
+
+    Example: [bold]lcsb run runs/mine[/]
+    """
+    from lcsb import stages
+
+    stages.run(_folder(run), _progress())
+
+
+@app.command()
+def judge(run: Run, claims: Claims = None, gate: Gate = False, as_json: AsJson = False) -> None:
+    """Fourth stage: two verdicts a claim, the paper's claim and our prediction; writes verdicts.json.
+
+    Example: [bold]lcsb judge runs/mine --gate[/]
+    """
+    _judge(_folder(run), claims, gate, as_json, with_report=False)
+
+
+def _judge(folder: Any, claims: str | None, gate: bool, as_json: bool, with_report: bool) -> None:
+    from rich.table import Table
+
+    from reports.judge import judge as judge_run
+    from reports.judge import write_verdicts
+
+    verdicts = judge_run(folder, [name.strip() for name in claims.split(",")] if claims else None)
+    write_verdicts(folder, verdicts)
+    page = None
+    if with_report:
+        from reports.render import render
+
+        page = render(folder)
+    rows = [(v.claim, v.title, v.paper.verdict, v.ours.verdict) for v in verdicts.verdicts]
+    if as_json:
+        _print_json(
+            {"verdicts": [dict(zip(("claim", "title", "paper", "ours"), row, strict=True)) for row in rows]}
+        )
+    else:
+        table = Table("claim", "", "the paper's claim", "our prediction")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+        console.print(
+            f"verdicts in {folder.verdicts}" + (f", report in {page}" if page else ""), soft_wrap=True
+        )
+    if gate and any("refuted" in row[2:] for row in rows):
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def report(run: Run) -> None:
+    """Last stage: one self-contained HTML page, and the JSON behind every figure.
+
+    Example: [bold]lcsb report runs/mine[/]
+    """
+    from reports.render import render
+
+    folder = _folder(run)
+    if not folder.verdicts.exists():
+        raise ValueError(f"{folder.verdicts}: not there; judge the run first (lcsb judge {run})")
+    console.print(str(render(folder)), soft_wrap=True)
+
+
+@app.command()
+def doctor(gate: Gate = False, as_json: AsJson = False) -> None:
+    """Look for what is wrong with this installation, and say what mends it.
+
+    Example: [bold]lcsb doctor[/]
+    """
+    from dataclasses import asdict
+
+    from rich.table import Table
+
+    from lcsb.doctor import diagnose
+
+    checks = diagnose()
+    if as_json:
+        _print_json({"checks": [asdict(check) for check in checks]})
+    else:
+        colour = {"ok": "green", "warn": "yellow", "fail": "red"}
+        table = Table("check", "", "found", "mend")
+        for check in checks:
+            table.add_row(check.name, f"[{colour[check.status]}]{check.status}[/]", check.found, check.mend)
+        console.print(table)
+    if gate and any(check.status == "fail" for check in checks):
+        raise typer.Exit(FAILED)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    errors.print(message, style="red", markup=False, highlight=False, soft_wrap=True)
+    sys.exit(code)
+
+
+def main() -> None:
+    """Entry point: an error is one clear line, not a traceback."""
+    try:
+        app(standalone_mode=True)
+    except KeyboardInterrupt:
+        _fail("interrupted; the same command goes on from here", INTERRUPTED)
+    except (ValueError, ModuleNotFoundError, OSError) as error:
+        _fail(f"lcsb: {error}", BAD_INPUT)
+    except RuntimeError as error:
+        from lcsb.jobs import JobError
+
+        if not isinstance(error, JobError):
+            raise
+        _fail(f"lcsb: {error}", FAILED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Run jobs side by side in fresh processes, one thread each, with progress and an estimate of the time left.
+
+A job is a module-level function of plain arguments that leaves its result in files, so an interrupted run loses only
+what its unfinished jobs had not yet written. One failed job does not stop the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One piece of work.
+
+    Attributes:
+        name: shown to the user.
+        function, arguments: called in the worker process.
+        seconds: expected duration alone on one thread, the weight of the job in the estimate of the time left.
+        done: share done so far, read off the job's own files (0 to 1); polled by the parent.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    seconds: float
+    done: Callable[[], float] = lambda: 0.0
+
+
+class Reporter(Protocol):
+    """Receives progress: share done (0 to 1), seconds left (None if unknown) and what is running."""
+
+    def __call__(self, share: float, seconds_left: float | None, running: str) -> None: ...
+
+
+class JobError(RuntimeError):
+    """Some jobs failed; the message has one line for each."""
+
+
+@contextlib.contextmanager
+def _thread_limit(threads: int) -> Iterator[None]:
+    """Spawned processes read these variables when they import their numerical libraries."""
+    before = {name: os.environ.get(name) for name in _THREADS}
+    os.environ.update({name: str(threads) for name in _THREADS})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def start_worker(threads: int) -> None:
+    """Limit this process to `threads` threads and silence the libraries' loading bars."""
+    import torch
+
+    torch.set_num_threads(threads)
+    _quiet()
+
+
+def _quiet() -> None:
+    """Loading bars and advice of the libraries would tear the progress display."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+
+
+def run_jobs(
+    jobs: Sequence[Job],
+    workers: int,
+    report: Reporter | None = None,
+    threads: int = 1,
+    poll_seconds: float = 1.0,
+) -> list[Any]:
+    """Run all jobs, at most `workers` at a time, each in a process with `threads` threads; returns their results.
+
+    Raises:
+        JobError: after all other jobs have finished, if any failed.
+        KeyboardInterrupt: passed on after the workers have been stopped.
+    """
+    if not jobs:
+        return []
+    began = time.monotonic()
+    total = sum(job.seconds for job in jobs)
+    start_share = sum(job.done() * job.seconds for job in jobs) / total
+    results: dict[int, Any] = {}
+    failures: list[str] = []
+    context = multiprocessing.get_context("spawn")
+    with (
+        _thread_limit(threads),
+        ProcessPoolExecutor(
+            workers, mp_context=context, initializer=start_worker, initargs=(threads,)
+        ) as pool,
+    ):
+        futures: dict[Future[Any], int] = {
+            pool.submit(job.function, *job.arguments): index for index, job in enumerate(jobs)
+        }
+        pending = set(futures)
+        try:
+            while pending:
+                finished, pending = wait(pending, timeout=poll_seconds, return_when=FIRST_COMPLETED)
+                for future in finished:
+                    index = futures[future]
+                    try:
+                        results[index] = future.result()
+                    except BrokenProcessPool:
+                        failures.append(f"{jobs[index].name}: its process was killed (out of memory?)")
+                    except Exception as error:
+                        failures.append(f"{jobs[index].name}: {type(error).__name__}: {error}")
+                if report is not None:
+                    shares = [1.0 if i in results else min(job.done(), 1.0) for i, job in enumerate(jobs)]
+                    share = sum(s * job.seconds for s, job in zip(shares, jobs, strict=True)) / total
+                    gained = share - start_share
+                    elapsed = time.monotonic() - began
+                    # Until the run itself tells its speed, the expected durations do.
+                    left = (
+                        elapsed * (1 - share) / gained
+                        if gained > 0.02
+                        else total * (1 - share) / min(workers, len(jobs)) - elapsed
+                    )
+                    running = [jobs[futures[f]].name for f in pending if f.running()][:workers]
+                    report(share, max(left, 0.0), ", ".join(running))
+        except BaseException:
+            for future in pending:
+                future.cancel()
+            for process in list((pool._processes or {}).values()):
+                process.terminate()
+            raise
+    if failures:
+        raise JobError("\n".join(failures))
+    return [results[index] for index in range(len(jobs))]

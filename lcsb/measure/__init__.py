@@ -1,0 +1,1 @@
+"""The measure stage: gradient fidelity, seconds by part, and peak memory of this model on this machine."""

@@ -1,0 +1,213 @@
+"""Seconds of one training step by part (T12), and the measured speed-up of each backward mode.
+
+Parts are read off a running step by time stamps at its boundaries (embedding | layers | head and loss | backward of
+head | backward of layers | optimiser); what cannot be stamped is the difference of two steps that differ in nothing
+else: recompute on and off, adapter gradients in all layers and in the lowest alone, attention branch with and without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from bcd_theory.cost import StepCosts
+from lcsb.config import LCSBConfig
+from lcsb.selective import SelectiveBackward, selective_backward, without_recompute
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of one step: embedding + head + loss in both directions, layers forward, layers backward, optimiser."""
+
+    head: float
+    forward: float
+    backward: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of the whole step."""
+        return self.head + self.forward + self.backward + self.optimizer
+
+
+def _first(output: Any) -> torch.Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+def time_step(
+    lcsb: SelectiveBackward,
+    model: nn.Module,
+    batch: Mapping[str, torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+) -> StepTimes:
+    """Take one training step and time its parts."""
+    stamps: dict[str, float] = {}
+
+    def stamp(name: str) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        stamps[name] = time.perf_counter()
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if "layers begin" not in stamps:
+            stamp("layers begin")
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if "layers end" not in stamps:  # a recompute passes here again
+            stamp("layers end")
+            _first(output).register_hook(lambda gradient: stamp("layers backward"))
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(lcsb.layers[0].register_forward_pre_hook(enter).remove)
+        stack.callback(lcsb.layers[-1].register_forward_hook(leave).remove)
+        lcsb.begin()
+        stamp("begin")
+        loss = model(**batch).loss
+        loss.backward()
+        stamp("end of backward")
+        lcsb.step(optimizer)
+        stamp("end")
+    return StepTimes(
+        head=stamps["layers begin"] - stamps["begin"] + stamps["layers backward"] - stamps["layers end"],
+        forward=stamps["layers end"] - stamps["layers begin"],
+        backward=stamps["end of backward"] - stamps["layers backward"],
+        optimizer=stamps["end"] - stamps["end of backward"],
+    )
+
+
+def median_times(rows: list[StepTimes]) -> StepTimes:
+    """Part by part median."""
+    parts = ("head", "forward", "backward", "optimizer")
+    return StepTimes(**{part: statistics.median(getattr(row, part) for row in rows) for part in parts})
+
+
+def dequantisation_seconds(model: nn.Module, repeats: int) -> float:
+    """Seconds to dequantise every 4-bit weight of the model once, the way its linear layers do (0 without any)."""
+    import bitsandbytes as bnb
+
+    weights = [m.weight for m in model.modules() if isinstance(m, bnb.nn.Linear4bit)]
+    seconds = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        for weight in weights:
+            bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds)
+
+
+def measure_costs(
+    model: nn.Module,
+    batch: Mapping[str, torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    recompute: bool,
+    repeats: int = 3,
+) -> tuple[StepCosts, float]:
+    """Seconds by part of a full step, and the relative spread of the repeats.
+
+    Three kinds of step, with recompute (if asked for) and without: `full`; `exact` and `mlp` with only the lowest
+    layer selected, whose backward passes through every layer but computes the adapter gradients of one. Repeats are
+    interleaved, so that a drift of the machine's speed meets all alike.
+
+    Args:
+        model: with adapters in every layer. Its adapters are changed by the steps taken.
+        recompute: whether the runs recompute; the parts are those of such a step. Then recompute must be switched on
+            in the model.
+        repeats: steps of each kind; medians are used.
+    """
+    kinds = (("full", None), ("exact", 1), ("mlp", 1))
+    times: dict[tuple[str, bool], list[StepTimes]] = {}
+    for repeat in range(repeats + 1):
+        for on in (True, False) if recompute else (False,):
+            for backward, k in kinds:
+                config = LCSBConfig(backward, layers_per_step=k)  # type: ignore[arg-type]
+                context = contextlib.nullcontext() if on else without_recompute(model)
+                with context, selective_backward(model, config) as lcsb:
+                    row = time_step(lcsb, model, batch, optimizer)
+                if repeat > 0:  # the first round warms caches and the optimiser's state
+                    times.setdefault((backward, on), []).append(row)
+    medians = {kind: median_times(rows) for kind, rows in times.items()}
+    full, n = medians["full", recompute], len(lcsb.layers)
+    layers = {kind: row.backward for kind, row in medians.items()}
+    # `exact` still computes one layer's adapter gradients of n.
+    adapter = max(layers["full", recompute] - layers["exact", recompute], 0.0) * (n / (n - 1) if n > 1 else 1)
+    passing = max(layers["full", recompute] - adapter, 0.0)
+    again = min(max(layers["exact", True] - layers["exact", False], 0.0), passing) if recompute else 0.0
+    idle = n / (n - 1) if n > 1 else 1.0  # the lowest layer is selected, so n - 1 layers skip attention
+    attention = max(layers["exact", False] - layers["mlp", False], 0.0) * idle
+    attention_again = 0.0
+    if recompute:
+        both = max(layers["exact", True] - layers["mlp", True], 0.0) * idle
+        attention_again = min(max(both - attention, 0.0), again)
+    totals = [row.total for row in times["full", recompute]]
+    costs = StepCosts(
+        layers=n,
+        forward=full.forward,
+        head=full.head,
+        optimizer=full.optimizer,
+        recompute=again,
+        input_gradient=passing - again,
+        adapter_gradient=adapter,
+        dequantisation=min(dequantisation_seconds(model, repeats) * (2 if recompute else 1), passing),
+        attention_recompute=attention_again,
+        attention_input_gradient=min(attention, passing - again),
+    )
+    return costs, (max(totals) - min(totals)) / (2 * statistics.median(totals))
+
+
+def measure_speedups(
+    model: nn.Module,
+    batch: Mapping[str, torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    layers_per_step: Mapping[int, int],
+    repeats: int = 3,
+) -> tuple[list[dict[str, Any]], float]:
+    """Seconds per step of every mode and cycle length, and the speed-up over `full`, all in one run.
+
+    Each block of the cycle is timed `repeats` times, and its median taken; the mean over the blocks is the mode's
+    seconds per step. Repeats are interleaved over modes, and each is compared with the `full` steps around it.
+
+    Args:
+        layers_per_step: cycle length p -> k.
+
+    Returns:
+        One row a mode and p: mode, cycle_length, seconds (median of each block), mean_seconds, speedup, repeats; and
+        the median seconds of a full step's backward pass through the layers.
+    """
+    cases: list[tuple[str, int, int | None]] = [("full", 1, None)]
+    cases += [(mode, p, k) for mode in ("exact", "identity", "mlp") for p, k in layers_per_step.items()]
+    seconds: dict[tuple[str, int], list[list[float]]] = {}
+    full_backward: list[float] = []
+    for repeat in range(repeats + 1):
+        for mode, p, k in cases:
+            config = LCSBConfig(mode, layers_per_step=k)  # type: ignore[arg-type]
+            with selective_backward(model, config) as lcsb:
+                blocks = [time_step(lcsb, model, batch, optimizer) for _ in range(lcsb.schedule.cycle_length)]
+            if repeat > 0:  # the first round warms up
+                seconds.setdefault((mode, p), []).append([block.total for block in blocks])
+                if mode == "full":
+                    full_backward.append(blocks[0].backward)
+    rows = []
+    mean = {
+        case: statistics.fmean(statistics.median(block) for block in zip(*repeated, strict=True))
+        for case, repeated in seconds.items()
+    }
+    for (mode, p), repeated in seconds.items():
+        medians = [statistics.median(block) for block in zip(*repeated, strict=True)]
+        rows.append(
+            {
+                "mode": mode,
+                "cycle_length": p,
+                "seconds": medians,
+                "mean_seconds": mean[mode, p],
+                "speedup": mean["full", 1] / mean[mode, p],
+                "repeats": repeated,
+            }
+        )
+    return rows, statistics.median(full_backward)

@@ -1,0 +1,107 @@
+"""What every stage of a run starts from: model with adapters, corpus and optimiser, all from a `RunConfig`."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lcsb.data import Corpus, load_corpus
+from lcsb.layers import decoder_layers
+from lcsb.models import attach_lora, load_quantized
+from reports.records import RunConfig
+
+
+def prepare(config: RunConfig, seed: int, recompute: bool) -> tuple[Any, Corpus]:
+    """The configured model with adapters drawn from `seed`, and the corpus, tokenised for it.
+
+    The process's global generators are seeded too, because dropout draws from them: call this from a process of
+    one's own, not from a library.
+    """
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+    torch.manual_seed(seed)
+    base, tokenizer = load_quantized(
+        config.model, quantization=config.quantization, double_quant=config.double_quant
+    )
+    model = attach_lora(base, **config.lora.model_dump(), seed=seed)
+    if recompute:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    return model, read_corpus(config, tokenizer)
+
+
+def load_adapter(model: Any, folder: Path) -> None:
+    """Load a saved PEFT adapter into `model`'s own, which must have the same parameters.
+
+    Raises:
+        ValueError: no adapter there, or one of another model (names the first parameter that differs).
+    """
+    from peft import load_peft_weights, set_peft_model_state_dict
+
+    if not (folder / "adapter_model.safetensors").exists():
+        raise ValueError(f"{folder}: no adapter_model.safetensors in it")
+    weights = load_peft_weights(str(folder), device="cpu")
+    outcome = set_peft_model_state_dict(model, weights)
+    missing = [key for key in outcome.missing_keys if "lora_" in key]
+    odd = [*missing, *outcome.unexpected_keys]
+    if odd:
+        raise ValueError(f"{folder}: adapter of another model; {odd[0]!r} does not match")
+
+
+def read_corpus(config: RunConfig, tokenizer: Any) -> Corpus:
+    """The configured corpus in windows of `config.data.tokens` tokens."""
+    data = config.data
+    return load_corpus(
+        data.source,
+        tokenizer,
+        tokens=data.tokens,
+        text_field=data.text_field,
+        held_out_every=max(2, round(1 / data.held_out)),
+    )
+
+
+def language_batch(windows: torch.Tensor, model: nn.Module) -> dict[str, torch.Tensor]:
+    """Model arguments for windows [rows, tokens] of a language-modelling corpus: every token is a target."""
+    ids = windows.to(next(model.parameters()).device)
+    return {"input_ids": ids, "labels": ids}
+
+
+def make_optimizer(model: nn.Module, config: RunConfig, learning_rate: float) -> torch.optim.AdamW:
+    """AdamW over every adapter of every layer, constant learning rate."""
+    settings = config.optimizer
+    return torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad],
+        lr=learning_rate,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+    )
+
+
+def layers_per_step(model: nn.Module, config: RunConfig, cycle_length: int | None = None) -> int:
+    """k for the configured (or given) cycle length on this model."""
+    return config.layers_per_step(len(decoder_layers(model)), cycle_length)
+
+
+@torch.no_grad()
+def held_out_loss(model: nn.Module, windows: torch.Tensor, batch_size: int = 4) -> tuple[float, int]:
+    """Mean loss per predicted token over held-out windows [n, tokens], in nats, and the number of tokens.
+
+    Sums of token losses are added in float64, so the value does not depend on the batch size beyond rounding.
+    """
+    total, count, training = 0.0, 0, model.training
+    model.eval()
+    try:
+        for rows in windows.split(batch_size):
+            batch = language_batch(rows, model)
+            tokens = rows.shape[0] * (rows.shape[1] - 1)
+            total += float(model(**batch).loss.double()) * tokens
+            count += tokens
+    finally:
+        model.train(training)
+    return total / count, count

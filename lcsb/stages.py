@@ -1,0 +1,366 @@
+"""The stages of a run that need torch: measure and run. (predict is pure theory; judge and render live in `reports`.)
+
+Each stage reads the files of the stage before it and nothing else, and does nothing if its own are there already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from bcd_theory.predict import Measurements, Predictions
+from bcd_theory.predict import predict as predictions_of
+from lcsb.jobs import Job, Reporter, run_jobs
+from reports.records import (
+    RunConfig,
+    RunFolder,
+    environment,
+    read_json,
+    read_metrics,
+    read_record,
+    sha256_of,
+    write_config,
+    write_json,
+)
+
+THREADS = 1  # of every process of a run: what is predicted and what is measured meet the same conditions
+
+
+def open_run(root: Path, config: RunConfig) -> RunFolder:
+    """The run folder with this configuration; a new one is made, an interrupted one taken up.
+
+    Raises:
+        ValueError: the folder holds a run with other settings (names the first that differs).
+    """
+    folder = RunFolder(root)
+    if not folder.config.exists():
+        write_config(folder, config)
+        return folder
+    there = RunConfig.read(folder.config).to_mapping()
+    for key, value in config.to_mapping().items():
+        if there[key] != value:
+            raise ValueError(
+                f"{folder.config}: this run has {key} = {there[key]!r}, asked for {value!r}; choose another --out "
+                "or run it with its own settings (--config of that file)"
+            )
+    return folder
+
+
+# -- measure -----------------------------------------------------------------------------------------------------
+
+
+Progress = Callable[[str], AbstractContextManager[Reporter]]
+"""Opens the progress display of one part of the work, from its title."""
+
+
+def _run_part(title: str, jobs: list[Job], workers: int, progress: Progress | None) -> None:
+    if not jobs:
+        return
+    if progress is None:
+        run_jobs(jobs, workers, None, THREADS)
+        return
+    with progress(title) as report:
+        run_jobs(jobs, workers, report, THREADS)
+
+
+def measure(folder: RunFolder, progress: Progress | None = None) -> Measurements:
+    """Measure fidelity on one batch, seconds by part and the held-out loss at step 0; writes measurements.json."""
+    if not folder.measurements.exists():
+        _run_part(
+            "measure", [Job("fidelity and seconds by part", _measure, (folder.root,), 60.0)], 1, progress
+        )
+    return read_record(folder.measurements, Measurements)
+
+
+def _measure(root: Path) -> None:
+    from lcsb.measure.fidelity import measure_fidelity
+    from lcsb.measure.timing import measure_costs
+    from lcsb.models import run_header
+    from lcsb.prepare import held_out_loss, language_batch, layers_per_step, make_optimizer, prepare
+    from lcsb.selective import LCSBConfig, selective_backward
+
+    folder = RunFolder(root)
+    config = RunConfig.read(folder.config)
+    seed = config.seeds[0]
+    model, corpus = prepare(config, seed, config.recompute)
+    facts = environment(THREADS)
+    facts["corpus"] = {"source": corpus.source, "sha256": corpus.sha256, "counts": dict(corpus.counts)}
+    facts["model"] = run_header(model)
+    write_json(folder.environment, facts)
+    k = layers_per_step(model, config)
+    batch = language_batch(corpus.batch(seed, 0, config.batch_size), model)
+    fidelity = measure_fidelity(model, batch, k)
+    start_loss, _ = held_out_loss(model, corpus.held_out[: config.eval_windows])
+    lcsb = selective_backward(model, LCSBConfig("exact", layers_per_step=k))
+    # Last, because its steps change the adapters.
+    optimizer = make_optimizer(model, config, config.optimizer.learning_rate)
+    costs, spread = measure_costs(model, batch, optimizer, config.recompute, config.timing_repeats)
+    write_json(
+        folder.measurements,
+        Measurements(
+            model=config.model,
+            layers=len(lcsb.layers),
+            cycle_length=config.cycle_length,
+            blocks=tuple(tuple(lcsb.trainable_layers[i] for i in block) for block in lcsb.schedule.blocks),
+            learning_rate=config.optimizer.learning_rate,
+            betas=config.optimizer.betas,
+            eps=config.optimizer.eps,
+            weight_decay=config.optimizer.weight_decay,
+            costs=costs,
+            costs_spread=spread,
+            recompute=config.recompute,
+            cycle_lengths=tuple(config.timing_cycle_lengths),
+            fidelity=fidelity.rows,
+            gradient_norm=fidelity.gradient_norm,
+            held_out_loss=start_loss,
+            hidden_cosine=fidelity.hidden_cosine,
+        ),
+    )
+
+
+# -- predict -----------------------------------------------------------------------------------------------------
+
+
+def predict(folder: RunFolder) -> Predictions:
+    """Turn measurements.json into predictions.json, whose sha256 every later record carries.
+
+    Raises:
+        ValueError: the run has begun against other predictions than these measurements give.
+    """
+    predictions = predictions_of(read_record(folder.measurements, Measurements))
+    if folder.predictions.exists():
+        if read_record(folder.predictions, Predictions) != predictions:
+            raise ValueError(
+                f"{folder.predictions}: differs from what {folder.measurements} gives; predictions are registered "
+                "before a run and are never written anew in its folder (use another --out)"
+            )
+        return predictions
+    write_json(folder.predictions, predictions)
+    return predictions
+
+
+# -- run ---------------------------------------------------------------------------------------------------------
+
+
+def run(folder: RunFolder, progress: Progress | None = None) -> None:
+    """Measure timing and memory alone, then train all arms side by side and measure fidelity on held-out batches.
+
+    Args:
+        progress: opens the display of one part of the work.
+
+    Raises:
+        ValueError: no predictions are registered.
+        JobError: some jobs failed (the others have finished; running again takes up what is missing).
+    """
+    config = RunConfig.read(folder.config)
+    if not folder.predictions.exists():
+        raise ValueError(
+            f"{folder.predictions}: not there; predictions must be registered before a run (lcsb predict)"
+        )
+    expected = _Expected(config, read_record(folder.predictions, Predictions))
+    _run_part("timing and memory, alone", _alone(folder, expected), 1, progress)
+    _run_part("arms", _arm_jobs(folder, config, expected), config.workers, progress)
+    held_out = _fidelity_jobs(folder, config, expected)
+    _run_part("fidelity on held-out batches", held_out, config.workers, progress)
+    _collect_fidelity(folder, config)
+
+
+MODES = ("full", "exact", "identity", "mlp")
+_START_SECONDS = 10.0  # of a process: imports, and loading the model
+
+
+class _Expected:
+    """Expected seconds of the parts of the run stage, on one thread, from the registered predictions."""
+
+    def __init__(self, config: RunConfig, predictions: Predictions) -> None:
+        self.config = config
+        self.full = predictions.number("seconds/full/1")
+        names = {mode: f"seconds/{mode}/{config.cycle_length}" for mode in MODES[1:]}
+        self.step = {"full": self.full} | {
+            mode: predictions.number(name) if name in predictions else self.full
+            for mode, name in names.items()
+        }
+
+    @property
+    def timing(self) -> float:
+        cycles = sum(self.config.timing_cycle_lengths)
+        steps = self.full + cycles * sum(self.step[mode] for mode in MODES[1:])
+        return _START_SECONDS + (self.config.timing_repeats + 1) * steps
+
+    @property
+    def memory(self) -> float:
+        return sum(_START_SECONDS + self.config.cycle_length * self.step[mode] for mode in MODES)
+
+    def arm(self, backward: str) -> float:
+        evaluations = -(-self.config.steps // self.config.eval_every) * self.config.eval_windows
+        return _START_SECONDS + self.config.steps * self.step[backward] + evaluations * self.full / 3
+
+    @property
+    def fidelity_batch(self) -> float:
+        return 8 * self.full
+
+    @property
+    def total(self) -> float:
+        arms = len(self.config.seeds) * sum(self.arm(arm.backward) for arm in self.config.arms)
+        side_by_side = arms + 2 * self.config.fidelity_batches * self.fidelity_batch
+        return self.timing + self.memory + side_by_side / self.config.workers
+
+
+def expected_run_seconds(folder: RunFolder) -> float:
+    """Expected wall seconds of the whole run stage, from the registered predictions (T12)."""
+    config = RunConfig.read(folder.config)
+    return _Expected(config, read_record(folder.predictions, Predictions)).total
+
+
+def _alone(folder: RunFolder, expected: _Expected) -> list[Job]:
+    parts = (("timing", _measure_timing, expected.timing), ("memory", _measure_memory, expected.memory))
+    return [
+        Job(kind, function, (folder.root,), seconds)
+        for kind, function, seconds in parts
+        if not folder.evidence(kind).exists()
+    ]
+
+
+def _evidence(folder: RunFolder, kind: str, **fields: Any) -> dict[str, Any]:
+    return {"kind": kind, "predictions_sha256": sha256_of(folder.predictions), **fields}
+
+
+def _measure_timing(root: Path) -> None:
+    from lcsb.measure.timing import dequantisation_seconds, measure_speedups
+    from lcsb.prepare import language_batch, layers_per_step, make_optimizer, prepare
+
+    folder = RunFolder(root)
+    config = RunConfig.read(folder.config)
+    seed = config.seeds[0]
+    model, corpus = prepare(config, seed, config.recompute)
+    batch = language_batch(corpus.batch(seed, 0, config.batch_size), model)
+    optimizer = make_optimizer(model, config, config.optimizer.learning_rate)
+    ks = {p: layers_per_step(model, config, p) for p in config.timing_cycle_lengths}
+    rows, backward = measure_speedups(model, batch, optimizer, ks, config.timing_repeats)
+    share = dequantisation_seconds(model, config.timing_repeats) * (2 if config.recompute else 1) / backward
+    evidence = _evidence(
+        folder,
+        "timing",
+        rows=rows,
+        threads=THREADS,
+        recompute=config.recompute,
+        dequantisation_share_of_backward=share,
+    )
+    write_json(folder.evidence("timing"), evidence)
+
+
+def _measure_memory(root: Path) -> None:
+    from lcsb.measure.memory import measure_memory
+
+    folder = RunFolder(root)
+    rows = [measure_memory(folder.config, mode, THREADS) for mode in MODES]
+    write_json(
+        folder.evidence("memory"), _evidence(folder, "memory", meter="VmHWM of a fresh process", rows=rows)
+    )
+
+
+def _arm_jobs(folder: RunFolder, config: RunConfig, expected: _Expected) -> list[Job]:
+    jobs = []
+    for seed in config.seeds:
+        for arm in config.arms:
+            metrics = folder.arm(arm.name, seed).metrics
+            if metrics.exists() and read_metrics(metrics).finished:
+                continue
+            jobs.append(
+                Job(
+                    f"{arm.name}, seed {seed}",
+                    _train,
+                    (folder.root, arm.name, seed),
+                    expected.arm(arm.backward),
+                    _share_done(metrics, config.steps),
+                )
+            )
+    return jobs
+
+
+def _share_done(metrics: Path, steps: int) -> Callable[[], float]:
+    def share() -> float:
+        try:
+            return metrics.read_bytes().count(b'"kind":"step"') / steps
+        except OSError:
+            return 0.0
+
+    return share
+
+
+def _train(root: Path, arm: str, seed: int) -> str:
+    from lcsb.train import train_arm
+
+    return train_arm(RunFolder(root), arm, seed)
+
+
+def _part(folder: RunFolder, stage: str, batch: int) -> Path:
+    return folder.evidence("fidelity").parent / "parts" / f"fidelity-{stage}-{batch}.json"
+
+
+def _fidelity_batches(folder: RunFolder, config: RunConfig) -> list[tuple[str, int, int]]:
+    """(stage, held-out batch, adapter seed): the seeds take turns, so no result rests on one adapter start."""
+    has_full = [
+        s for s in config.seeds if (folder.arm("full", s).adapter / "adapter_model.safetensors").exists()
+    ]
+    found = [("start", i, config.seeds[i % len(config.seeds)]) for i in range(config.fidelity_batches)]
+    return found + [
+        ("after", i, has_full[i % len(has_full)]) for i in range(config.fidelity_batches) if has_full
+    ]
+
+
+def _fidelity_jobs(folder: RunFolder, config: RunConfig, expected: _Expected) -> list[Job]:
+    if folder.evidence("fidelity").exists():
+        return []
+    return [
+        Job(
+            f"fidelity {stage} {i}", _measure_fidelity, (folder.root, stage, i, seed), expected.fidelity_batch
+        )
+        for stage, i, seed in _fidelity_batches(folder, config)
+        if not _part(folder, stage, i).exists()
+    ]
+
+
+def _measure_fidelity(root: Path, stage: str, index: int, seed: int) -> None:
+    from lcsb.measure.fidelity import measure_fidelity
+    from lcsb.prepare import language_batch, layers_per_step, load_adapter, prepare
+
+    folder = RunFolder(root)
+    config = RunConfig.read(folder.config)
+    model, corpus = prepare(config, seed, recompute=False)
+    if stage == "after":
+        load_adapter(model, folder.arm("full", seed).adapter)
+    rows = config.batch_size
+    windows = corpus.held_out[index * rows : (index + 1) * rows]
+    if len(windows) < rows:
+        raise ValueError(f"{len(corpus.held_out)} held-out windows, expected at least {(index + 1) * rows}")
+    measured = measure_fidelity(model, language_batch(windows, model), layers_per_step(model, config))
+    write_json(
+        _part(folder, stage, index),
+        {
+            "batch": index,
+            "adapter_seed": seed,
+            "stage": stage,
+            "loss": measured.loss,
+            "rows": measured.rows,
+            "gradient_norm": measured.gradient_norm,
+            "predictions_sha256": sha256_of(folder.predictions),
+        },
+    )
+
+
+def _collect_fidelity(folder: RunFolder, config: RunConfig) -> None:
+    if folder.evidence("fidelity").exists():
+        return
+    registration = sha256_of(folder.predictions)
+    batches = []
+    for stage, index, _ in _fidelity_batches(folder, config):
+        part = _part(folder, stage, index)
+        batch = read_json(part)
+        found = batch.pop("predictions_sha256")
+        if found != registration:
+            raise ValueError(f"{part}: registered against {found[:12]}, expected {registration[:12]}")
+        batches.append(batch)
+    write_json(folder.evidence("fidelity"), _evidence(folder, "fidelity", batches=batches))
