@@ -273,12 +273,12 @@ def _read_folder(
     double_quant: bool = False,
     trust_remote_code: bool = False,
 ) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     extra = {}
     if quantization is not None:
         extra["quantization_config"] = _quantization_config(quantization, double_quant)
-    model, info = AutoModelForCausalLM.from_pretrained(
+    model, info = _auto_class(folder, trust_remote_code).from_pretrained(
         folder,
         dtype=dtype,
         device_map={"": device},
@@ -304,6 +304,19 @@ def _read_folder(
         folder, local_files_only=True, trust_remote_code=trust_remote_code
     )
     return model, tokenizer
+
+
+def _auto_class(folder: Path, trust_remote_code: bool) -> Any:
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=trust_remote_code
+    )
+    if trust_remote_code or type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return transformers.AutoModelForCausalLM
+    if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return transformers.AutoModelForImageTextToText
+    raise ValueError(f"{folder} holds a {config.model_type!r} model, expected a decoder-only language model")
 
 
 def _finished(model: Any, tokenizer: Any, dtype: torch.dtype, name: str) -> tuple[Any, Any]:

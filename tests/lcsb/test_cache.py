@@ -15,7 +15,8 @@ import tiny
 import torch
 
 from lcsb.cache import cache_root, cached_folder, folder_sha256
-from lcsb.models import load_quantized
+from lcsb.layers import decoder_layers
+from lcsb.models import attach_lora, load_quantized
 
 
 @pytest.fixture
@@ -214,6 +215,19 @@ def test_other_quantisers_and_adapter_folders_are_named(root, tmp_path):
     tiny.with_lora(tiny.llama()).save_pretrained(adapter)
     with pytest.raises(ValueError, match="is an adapter's folder"):
         load_quantized(adapter)
+
+
+def test_multimodal_and_encoder_decoder_folders(root, tmp_path):
+    folder = tmp_path / "llava"
+    tiny.multimodal().save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    model, _ = load_quantized(folder)
+    assert len(decoder_layers(model)) == 4
+    adapted = {name for name, module in attach_lora(model).named_modules() if hasattr(module, "lora_A")}
+    assert len(adapted) == 28 and all("language_model" in name for name in adapted)
+    (folder / "config.json").write_text(json.dumps({"model_type": "t5", "architectures": ["T5Model"]}))
+    with pytest.raises(ValueError, match="holds a 't5' model, expected a decoder-only language model"):
+        load_quantized(folder)
 
 
 def test_hub_ids(root, tmp_path, monkeypatch):

@@ -185,6 +185,23 @@ def test_saved_quantised_model_loads_as_it_was(sources, tmp_path, quantization, 
         load_quantized(tmp_path, quantization="fp4")
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox"])
+def test_other_shapes_of_layer_quantise_and_train(tmp_path, kind):
+    """GPT-2's transposed projections and GPT-NeoX's fused ones: the loss stays near, every adapter gets a gradient."""
+    source = tiny.BUILDERS[kind]()
+    source.save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    batch = tiny.batch(source)
+    expected = source.eval()(**batch).loss.item()
+    for quantization, tolerance in (("nf4", 0.2), ("int8", 0.01)):
+        model, _ = load_quantized(tmp_path, quantization=quantization)
+        assert type(model.get_output_embeddings()) is nn.Linear
+        assert model(**batch).loss.item() == pytest.approx(expected, abs=tolerance)
+        wrapped = tiny.with_lora(model)
+        _, found = gradients(wrapped, batch)
+        assert len(found) == 2 * 16 and all(gradient.norm() > 0 for gradient in found.values())
+
+
 def test_types_of_compute(sources):
     for dtype in ("auto", "float32", "bfloat16"):
         model, _ = load_quantized(sources["llama"], compute_dtype=dtype)
