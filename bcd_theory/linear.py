@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import brentq, minimize_scalar
 
 from bcd_theory.cycle import Array, CycleMap, block_rows, growth, quotient_matrix
+from bcd_theory.krylov import KrylovSpectrum
 from bcd_theory.mean_square import SymmetricMeanSquare, general_radius
 from bcd_theory.partition import Partition, as_partition
 from bcd_theory.quadratic import TOLERANCE, Quadratic, analyse, top_eigenpair
@@ -186,12 +187,11 @@ class _Solver:
             return self._full()
         if self.order == "random":
             return self._random()
-        method = "dense" if self.cycle.size <= DENSE_SIZE else "krylov"
-        spectrum = self._spectrum()
-        return self._scan(spectrum.excess, spectrum.critical, method)
-
-    def _spectrum(self) -> Any:
-        return DenseSpectrum(self.cycle, *self.problem.complement())
+        if self.cycle.size <= DENSE_SIZE:
+            dense = DenseSpectrum(self.cycle, *self.problem.complement())
+            return self._scan(dense.excess, dense.excess, dense.critical, "dense")
+        krylov = KrylovSpectrum(self.cycle, self.problem.null_space)
+        return self._scan(krylov.signs, krylov.excess, krylov.critical, "krylov")
 
     def _full(self) -> StabilityLimit:
         q, largest = self.momentum, self.problem.norm
@@ -275,10 +275,11 @@ class _Solver:
         def excess(etas: Array) -> Array:
             return np.array([radius(float(eta)) ** 2 - 1 for eta in etas])
 
-        return self._scan(excess, None, "mean-square", radius)
+        return self._scan(excess, excess, None, "mean-square", radius)
 
     def _scan(
         self,
+        rough: Callable[[Array], Array],
         excess: Callable[[Array], Array],
         critical: Callable[[float], tuple[complex, NDArray[Any]]] | None,
         method: str,
@@ -288,7 +289,9 @@ class _Solver:
         points = self.scan_points or _default_points(method, self.cycle.size)
         if self.scan_to is not None:
             start = min(start, self.scan_to / 2)
-        intervals, stop = scan(excess, start, stop, points, extend=self.scan_to is None)
+        intervals, stop = scan(
+            rough, excess, start, stop, points, self.scan_to is None, near_misses=method == "dense"
+        )
         if radius is None:
 
             def radius(eta: float) -> float:
@@ -405,18 +408,27 @@ class DenseSpectrum:
 
 
 def scan(
-    excess: Callable[[Array], Array], start: float, stop: float, points: int, extend: bool
+    rough: Callable[[Array], Array],
+    excess: Callable[[Array], Array],
+    start: float,
+    stop: float,
+    points: int,
+    extend: bool,
+    near_misses: bool,
 ) -> tuple[tuple[tuple[float, float], ...], float]:
     """Stable intervals in (0, stop] of excess < 0: a geometric grid, its near misses, bracketed roots.
 
-    Returns (intervals, stop); with `extend`, stop is doubled until something is unstable.
+    rough    the sign of the excess, and its size where that is cheap: for the grid
+    extend   whether to double stop until something is unstable
+    Returns (intervals, stop).
     """
     grid = np.geomspace(start, stop, points)
-    values = excess(grid)
+    values = rough(grid)
     while extend and np.all(values < 0) and stop < 1e12 * start:
         more = np.geomspace(stop, 2 * stop, max(points // 4, 8))[1:]
-        grid, values, stop = np.concatenate([grid, more]), np.concatenate([values, excess(more)]), 2 * stop
-    grid, values = _near_misses(excess, grid, values)
+        grid, values, stop = np.concatenate([grid, more]), np.concatenate([values, rough(more)]), 2 * stop
+    if near_misses:
+        grid, values = _near_misses(excess, grid, values)
 
     def scalar(eta: float) -> float:
         return float(excess(np.array([eta]))[0])
@@ -424,7 +436,7 @@ def scan(
     edges = [0.0] if values[0] < 0 else []
     for i in range(len(grid) - 1):
         if (values[i] < 0) != (values[i + 1] < 0):
-            edges.append(float(brentq(scalar, grid[i], grid[i + 1], xtol=1e-13 * grid[i], rtol=1e-13)))
+            edges.append(float(brentq(scalar, grid[i], grid[i + 1], xtol=1e-12 * grid[i], rtol=1e-12)))
     if len(edges) % 2:
         edges.append(float(stop))
     return tuple(zip(edges[::2], edges[1::2], strict=True)), float(stop)
