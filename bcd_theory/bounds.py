@@ -170,6 +170,17 @@ def _is_nonnegative(expression: sympy.Expr) -> bool:
     return bool(sympy.factor(sympy.together(expression.subs(changes))).is_nonnegative)
 
 
+def contraction_step(rate: sympy.Expr, count: sympy.Symbol) -> Step:
+    """The line from one contraction by 1 - rate to `count` of them, for f - fstar."""
+    f0, fstar = symbols("f0 fstar")
+    factor = 1 - rate
+    return Step(
+        "one more of them after the first n - 1",
+        factor * (factor ** (count - 1) * (f0 - fstar)),
+        factor**count * (f0 - fstar),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Formula:
     """What a theorem says, in sympy.
@@ -258,6 +269,19 @@ class Bound:
 
     def largest_step(self) -> sympy.Expr | None:
         """Supremum of the learning rates for which the bound guarantees something; None: not about a rate."""
+        return self._largest_step
+
+    def largest_step_at(self, **values: ArrayLike) -> NDArray[np.float64]:
+        """`largest_step` in numbers; takes the variables that it depends on."""
+        if self._largest_step is None:
+            raise ValueError(f"bound {self.id} sets no limit on the learning rate")
+        names = tuple(sorted(free.name for free in self._largest_step.free_symbols))
+        arrays = self._arguments(values, names)
+        with np.errstate(divide="ignore"):
+            return np.asarray(self._largest_step_function(*arrays), dtype=np.float64)
+
+    @cached_property
+    def _largest_step(self) -> sympy.Expr | None:
         import sympy
 
         if self.formula.step_limit is not None:
@@ -272,15 +296,11 @@ class Bound:
             )
         return sympy.simplify(roots[0])
 
-    def largest_step_at(self, **values: ArrayLike) -> NDArray[np.float64]:
-        """`largest_step` in numbers; takes the variables that it depends on."""
-        limit = self.largest_step()
-        if limit is None:
-            raise ValueError(f"bound {self.id} sets no limit on the learning rate")
-        names = tuple(sorted(free.name for free in limit.free_symbols))
-        arrays = self._arguments(values, names)
-        with np.errstate(divide="ignore"):
-            return np.asarray(_lambdified(limit, names)(*arrays), dtype=np.float64)
+    @cached_property
+    def _largest_step_function(self) -> Callable[..., Any]:
+        limit = self._largest_step
+        assert limit is not None
+        return _lambdified(limit, tuple(sorted(free.name for free in limit.free_symbols)))
 
     def derivation(self) -> tuple[Step, ...]:
         """The steps from the assumptions to the expression; each has `check()`."""

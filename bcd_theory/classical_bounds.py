@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from bcd_theory.bounds import Bound, Formula, Step, symbols
+from bcd_theory.bounds import Bound, Formula, Step, contraction_step, symbols
 
 SMOOTH = "the gradient of f along each block is Lipschitz (L_i), uniformly over the other blocks"
 JOINT = "the gradient of f is Lipschitz (L)"
@@ -21,30 +21,23 @@ def _beck_tetruashvili(sharp: bool) -> Formula:
     root = sympy.sqrt(p - 1)
     # phi / (2 L_max): |grad f(x^k)|^2 <= 2 L_max phi (f_k - f_{k+1}) at eta = 1/L_max, by T2 with delta = 0.
     factor = (1 + root * ratio) ** 2 if sharp else 2 * (1 + p * ratio**2)
-    offset = (4 if sharp else 8) / p
+    start = 4 * L_max * factor / L  # 1/(gamma gap_0) where gap_0 is at its largest, L R^2 / 2
+    offset = start if sharp else 8 / p
     expression = 2 * L_max * factor * R**2 / (K + offset)
     gamma, x = sympy.symbols("gamma x", positive=True)
     w = sympy.Symbol("w", nonnegative=True)
-    comparison = (
-        Step(
-            "the start: 1/(gamma gap_0) >= offset, as gap_0 <= L R^2/2 and L <= p L_max; at L = p "
-            "L_max/(1 + w) the excess is",
-            sympy.together((2 * 2 * L_max * factor / L).subs(L, p * L_max / (1 + w)) - offset),
-            sympy.together(
-                4 * (1 + w) / p * (1 + root * p / (1 + w)) ** 2 - 4 / p
-                if sharp
-                else 8 * (1 + w) / p * (1 + p**3 / (1 + w) ** 2) - 8 / p
-            ),
-            nonnegative=True,
-        ),
+    weaker = Step(
+        "the published offset is smaller: with L = p L_max/(1 + w), as L <= p L_max, by",
+        sympy.together(start.subs(L, p * L_max / (1 + w)) - offset),
+        sympy.together(8 * w / p + 8 * p**2 / (1 + w)),
+        nonnegative=True,
     )
     return Formula(
         expression,
         steps=(
             Step(
-                "convexity: gap <= R |grad f|, so gap_k - gap_{k+1} >= gamma gap_k^2; then 1/gap grows "
-                "by at least gamma, as "
-                "1/y - 1/x for y = x - gamma x^2 exceeds gamma by",
+                "convexity: gap <= R |grad f|, so gap_k - gap_{k+1} >= gamma gap_k^2; then 1/gap grows by at least "
+                "gamma, as 1/y - 1/x for y = x - gamma x^2 exceeds gamma by",
                 sympy.together(1 / (x - gamma * x**2) - 1 / x - gamma),
                 gamma**2 * x / (1 - gamma * x),
             ),
@@ -53,7 +46,12 @@ def _beck_tetruashvili(sharp: bool) -> Formula:
                 (1 / (gamma * (K + offset))).subs(gamma, 1 / (2 * L_max * factor * R**2)),
                 expression,
             ),
-            *comparison,
+            Step(
+                "gap_0 <= L R^2/2, so 1/(gamma gap_0) is at least",
+                (1 / (gamma * L * R**2 / 2)).subs(gamma, 1 / (2 * L_max * factor * R**2)),
+                start,
+            ),
+            *(() if sharp else (weaker,)),
         ),
     )
 
@@ -96,6 +94,7 @@ def _nesterov_strong() -> Formula:
                 gap - 2 * sigma * gap / (2 * p),
                 (1 - sigma / p) * gap,
             ),
+            contraction_step(sigma / p, T),
         ),
     )
 
@@ -107,7 +106,7 @@ CLASSICAL_BOUNDS: Final[tuple[Bound, ...]] = (
           ("L", "L_max", "p", "K", "R"), lambda: _beck_tetruashvili(sharp=False)),
     Bound("Beck-Tetruashvili-sharp", "cyclic block descent, convex rate with T2's factor", "upper", "upper",
           "f - fstar after K cycles", (SMOOTH, JOINT, CONVEX, NO_MOMENTUM, CYCLIC, "eta = 1/L_max"),
-          "Theorem 3.6 of Beck and Tetruashvili (2013) with the cycle factor of T2",
+          "Theorem 3.6 of Beck and Tetruashvili (2013) with the cycle factor of T2 and the start's own offset",
           ("L", "L_max", "p", "K", "R"), lambda: _beck_tetruashvili(sharp=True)),
     Bound("Nesterov", "random block descent, convex rate", "upper", "upper",
           "expectation of f - fstar after T steps",

@@ -33,10 +33,9 @@ def _t8() -> Formula:
                 sympy.S.Zero,
             ),
             Step(
-                "and the larger one: it is at least half the trace, by",
-                expression - matrix.trace() / 2,
-                sympy.sqrt(c**2 * (a**2 - b**2) ** 2 / 4 + corner**2),
-                nonnegative=True,
+                "and the larger one",
+                matrix.trace() / 2 + sympy.sqrt(sympy.expand(matrix.trace() ** 2 / 4 - matrix.det())),
+                expression,
             ),
         ),
     )
@@ -60,6 +59,7 @@ def _t8_simple() -> Formula:
                 nonnegative=True,
             ),
             Step("equal at a = b", (simple - half).subs(b, a), sympy.sqrt(sympy.factor(inside.subs(b, a)))),
+            Step("so the sharp bound is at most", half + sympy.sqrt((half + s * G) ** 2), simple),
         ),
     )
 
@@ -91,6 +91,11 @@ def _t7_bias() -> Formula:
                 sum(sympy.binomial(4, j) * lipschitz**j for j in range(1, 5)),
                 ((1 + lipschitz) ** m - 1).subs(m, 4),
             ),
+            Step(
+                "one layer more takes a bias of d to (1 + l) d + l",
+                (1 + lipschitz) * ((1 + lipschitz) ** (m - 1) - 1) + lipschitz,
+                (1 + lipschitz) ** m - 1,
+            ),
         ),
     )
 
@@ -100,25 +105,26 @@ def _t7_exponential() -> Formula:
 
     lipschitz, m = symbols("lipschitz m")
     z = sympy.Symbol("z", nonnegative=True)
+    t = sympy.Symbol("t", nonnegative=True)
     return Formula(
         sympy.exp(m * lipschitz) - 1,
         steps=(
             Step(
-                "1 + z <= exp z: equal at z = 0, and the difference has derivative exp z - 1, itself the integral "
-                "of exp",
-                sympy.diff(sympy.exp(z) - 1 - z, z),
-                sympy.integrate(sympy.exp(z), (z, 0, z)),
+                "1 + z <= exp z: the difference is the integral of t exp(z - t) over t in [0, z] (Taylor)",
+                sympy.exp(z) - 1 - z,
+                sympy.integrate(t * sympy.exp(z - t), (t, 0, z)),
             ),
-            Step("so the product is at most", sympy.exp(lipschitz) ** m - 1, sympy.exp(m * lipschitz) - 1),
+            Step(
+                "so the product of the 1 + l is at most",
+                sympy.exp(lipschitz) ** m - 1,
+                sympy.exp(m * lipschitz) - 1,
+            ),
         ),
     )
 
 
 def _t7_relative() -> Formula:
-    import sympy
-
     contraction, m = symbols("contraction m")
-    z = sympy.Symbol("z", positive=True)
     return Formula(
         (1 - contraction) ** (-m) - 1,
         steps=(
@@ -128,12 +134,12 @@ def _t7_relative() -> Formula:
                 1 / (1 - contraction),
             ),
             Step(
-                "the product of m such factors, less 1, bounds the inverse of the true product less I (shown for m "
-                "= 3)",
-                (1 / (1 - contraction)) ** 3 - 1,
-                ((1 - contraction) ** (-m) - 1).subs(m, 3),
+                "the product of m such factors, less 1, bounds the inverse of the true product less I: one layer "
+                "more "
+                "takes a relative bias of e to (1 + e)/(1 - l) - 1",
+                (1 + ((1 - contraction) ** (1 - m) - 1)) / (1 - contraction) - 1,
+                (1 - contraction) ** (-m) - 1,
             ),
-            Step("attained by scalar layers J = z = 1 - l", 1 / z**2 - 1, (1 - (1 - z)) ** (-2) - 1),
         ),
     )
 
@@ -143,11 +149,10 @@ def _t7_flow() -> Formula:
     return Formula(
         (1 - contraction) ** m,
         steps=(
-            Step("each |J g| >= |g| - l |g|", 1 - contraction, (1 - contraction) ** 1),
             Step(
-                "m layers (shown for m = 3)",
-                (1 - contraction) * (1 - contraction) ** 2,
-                ((1 - contraction) ** m).subs(m, 3),
+                "each |J g| >= |g| - l |g| = (1 - l) |g|: one layer more",
+                (1 - contraction) * (1 - contraction) ** (m - 1),
+                (1 - contraction) ** m,
             ),
         ),
     )

@@ -42,7 +42,8 @@ def _common(kappa: sympy.Expr) -> tuple[Step, ...]:
 
     eta, L, L_max, beta = symbols("eta L L_max beta")
     x, m, g = sympy.symbols("x m g", real=True)
-    A, B, total = sympy.symbols("A B total", nonnegative=True)
+    A, B = sympy.symbols("A B", nonnegative=True)
+    total, bracket = sympy.symbols("total bracket", positive=True)
     shift = eta * beta / (1 - beta)
     after = beta * m + (1 - beta) * g
     return (
@@ -58,9 +59,14 @@ def _common(kappa: sympy.Expr) -> tuple[Step, ...]:
             eta * ((1 - eta * L_max / 2) * A**2 - eta * beta * L / (1 - beta) * A * B),
         ),
         Step(
-            "Cauchy-Schwarz over the steps with sum |m|^2 <= kappa^2 sum |g|^2",
+            "Cauchy-Schwarz over the steps with sum |m|^2 <= kappa^2 sum |g|^2: the gain is at least",
             eta * ((1 - eta * L_max / 2) * total - eta * beta * L / (1 - beta) * kappa * total),
             eta * _bracket(kappa) * total,
+        ),
+        Step(
+            "and at most f0 - fstar, so the sum is at most",
+            sympy.solve(eta * bracket * total - _gap(), total)[0].subs(bracket, _bracket(kappa)),
+            _gap() / (eta * _bracket(kappa)),
         ),
     )
 
@@ -155,6 +161,7 @@ def _t6_corollary() -> Formula:
                 sympy.together(u / (4 * (1 + u)) + v / (2 * (1 + v))),
                 nonnegative=True,
             ),
+            Step("so the sum is at most", _gap() / (eta * sympy.Rational(1, 4)), 4 * _gap() / eta),
         ),
     )
 
@@ -190,6 +197,11 @@ def _t6b_energy() -> Formula:
                 gain + weight * (m**2 - after**2) - eta * (1 - eta * L_i / 2) * after**2,
                 weight * (m - after) ** 2,
                 nonnegative=True,
+            ),
+            Step(
+                "nothing at m = m+, where the decrease is",
+                gain.subs(m, after).subs(after, sympy.sqrt(m2)),
+                eta * (1 - eta * L_i / 2) * m2,
             ),
         ),
     )

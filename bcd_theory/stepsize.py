@@ -15,7 +15,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
-from bcd_theory.bounds import Bound, Formula, Step, symbols
+from bcd_theory.bounds import Bound, Formula, Step, contraction_step, symbols
 from bcd_theory.classical_bounds import CLASSICAL_BOUNDS
 from bcd_theory.lora_bounds import LORA_BOUNDS
 from bcd_theory.momentum_bounds import MOMENTUM_BOUNDS
@@ -102,9 +102,9 @@ def _t1() -> Formula:
                 L_i * s2 / 2,
             ),
             Step(
-                "put s = -eta g into f(x) + <g, s> + L_i |s|^2 / 2",
-                f0 - eta * g2 + L_i / 2 * eta**2 * g2,
-                f0 - coefficient * g2,
+                "put s = -eta g into f(x) + <g, s> + L_i |s|^2 / 2: the decrease is at least",
+                f0 - (f0 - eta * g2 + L_i / 2 * eta**2 * g2),
+                coefficient * g2,
             ),
             Step(
                 "attained by f = L_i x^2 / 2, whose g is L_i x",
@@ -151,6 +151,11 @@ def _t2_step() -> Formula:
             ),
             Step("the end tau = -1", along(-1), (1 - delta) * (1 - a * (1 - delta) / 2)),
             Step("the end tau = +1", along(1), (1 + delta) * (1 - a * (1 + delta) / 2)),
+            Step(
+                "the smaller end is c*",
+                eta * g2 * sympy.Min(sympy.factor(along(-1)), sympy.factor(along(1))),
+                eta * biased_constant() * g2,
+            ),
             Step(
                 "both ends are positive while a < 2/(1 + delta), which is the smaller of the two limits",
                 2 / (1 - delta) - 2 / (1 + delta),
@@ -238,8 +243,8 @@ def _t2_textbook_step() -> Formula:
         steps=(
             Step(
                 "put <g, g~> >= (1 - delta) |g|^2 and |g~| <= (1 + delta) |g| into <g, g~> - a |g~|^2 / 2",
-                (1 - delta) - a * (1 + delta) ** 2 / 2,
-                textbook_constant(),
+                eta * ((1 - delta) * g2 - a * (1 + delta) ** 2 * g2 / 2),
+                eta * textbook_constant() * g2,
             ),
             Step(
                 "never above the first part of c*", low - textbook_constant(), 2 * a * delta, nonnegative=True
@@ -365,6 +370,7 @@ def _t3() -> Formula:
                 (2 * mu * eta * c / phi).subs({c: biased_constant(), phi: cycle_factor()}),
                 q,
             ),
+            contraction_step(q, K),
         ),
     )
 
@@ -385,6 +391,7 @@ def _t3_random() -> Formula:
             ),
             Step("best at eta = 1/L_max", sympy.diff(q, eta).subs(eta, 1 / L_max), sympy.S.Zero),
             Step("where the factor is 1 - mu/(p L_max)", 1 - q.subs(eta, 1 / L_max), 1 - mu / (p * L_max)),
+            contraction_step(q, T),
         ),
     )
 
