@@ -77,8 +77,9 @@ class KrylovSpectrum:
             # A crowd at the rim: several cycles at a time spread it out, by angle and by modulus.
             self.power *= 2 if self.power > 1 else 4
 
-    def _attempt(self, eta: float, tolerance: float, sign_only: bool) -> tuple[float, NDArray[Any], int] |
-    None:
+    def _attempt(
+        self, eta: float, tolerance: float, sign_only: bool
+    ) -> tuple[float, NDArray[Any], int] | None:
         """The same and the number of restarts, or None where too many are needed."""
         # A crowd needs a larger space, the usual few rim eigenvalues do not.
         size = self.cycle.size
