@@ -7,9 +7,11 @@ what its unfinished jobs had not yet written. One failed job does not stop the o
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -27,14 +29,15 @@ class Job:
         name: shown to the user.
         function, arguments: called in the worker process.
         seconds: expected duration alone on one thread, the weight of the job in the estimate of the time left.
-        done: share done so far, read off the job's own files (0 to 1); polled by the parent.
+        done: share done so far, read off the job's own files (0 to 1); polled by the parent. A job without one counts
+            as done in proportion to its expected duration while it runs.
     """
 
     name: str
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     seconds: float
-    done: Callable[[], float] = lambda: 0.0
+    done: Callable[[], float] | None = None
 
 
 class Reporter(Protocol):
@@ -64,18 +67,47 @@ def _thread_limit(threads: int) -> Iterator[None]:
 
 def start_worker(threads: int) -> None:
     """Limit this process to `threads` threads and silence the libraries' loading bars."""
+    _quiet()
     import torch
 
     torch.set_num_threads(threads)
-    _quiet()
 
 
 def _quiet() -> None:
-    """Loading bars and advice of the libraries would tear the progress display."""
+    """Loading bars and advice of the libraries would tear the progress display.
+
+    Only what is known to be harmless here is silenced: an optional kernel package that is absent, and a property that
+    peft still calls by its old name.
+    """
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
+
+
+class _Shares:
+    """How much of each job is done."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self.jobs = jobs
+        self.started: dict[int, float] = {}
+        self.finished: set[int] = set()
+
+    def of(self, index: int) -> float:
+        job = self.jobs[index]
+        if index in self.finished:
+            return 1.0
+        if job.done is not None:
+            return min(job.done(), 1.0)
+        # 0.95: an estimate never says that a running job is over.
+        began = self.started.get(index)
+        return 0.0 if began is None else min((time.monotonic() - began) / job.seconds, 0.95)
+
+    def total(self) -> float:
+        weights = sum(job.seconds for job in self.jobs)
+        return sum(self.of(i) * job.seconds for i, job in enumerate(self.jobs)) / weights
 
 
 def run_jobs(
@@ -95,7 +127,8 @@ def run_jobs(
         return []
     began = time.monotonic()
     total = sum(job.seconds for job in jobs)
-    start_share = sum(job.done() * job.seconds for job in jobs) / total
+    shares = _Shares(jobs)
+    start_share = shares.total()
     results: dict[int, Any] = {}
     failures: list[str] = []
     context = multiprocessing.get_context("spawn")
@@ -114,25 +147,23 @@ def run_jobs(
                 finished, pending = wait(pending, timeout=poll_seconds, return_when=FIRST_COMPLETED)
                 for future in finished:
                     index = futures[future]
+                    shares.finished.add(index)
                     try:
                         results[index] = future.result()
                     except BrokenProcessPool:
                         failures.append(f"{jobs[index].name}: its process was killed (out of memory?)")
                     except Exception as error:
                         failures.append(f"{jobs[index].name}: {type(error).__name__}: {error}")
+                running = [futures[future] for future in pending if future.running()][:workers]
+                for index in running:
+                    shares.started.setdefault(index, time.monotonic())
                 if report is not None:
-                    shares = [1.0 if i in results else min(job.done(), 1.0) for i, job in enumerate(jobs)]
-                    share = sum(s * job.seconds for s, job in zip(shares, jobs, strict=True)) / total
-                    gained = share - start_share
-                    elapsed = time.monotonic() - began
+                    share = shares.total()
+                    elapsed, gained = time.monotonic() - began, share - start_share
+                    expected = total * (1 - start_share) / min(workers, len(jobs))
                     # Until the run itself tells its speed, the expected durations do.
-                    left = (
-                        elapsed * (1 - share) / gained
-                        if gained > 0.02
-                        else total * (1 - share) / min(workers, len(jobs)) - elapsed
-                    )
-                    running = [jobs[futures[f]].name for f in pending if f.running()][:workers]
-                    report(share, max(left, 0.0), ", ".join(running))
+                    left = elapsed * (1 - share) / gained if gained > 0.05 else expected - elapsed
+                    report(share, max(left, 0.0), ", ".join(jobs[index].name for index in running))
         except BaseException:
             for future in pending:
                 future.cancel()

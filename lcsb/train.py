@@ -266,6 +266,6 @@ class _Arm:
     def _save_adapter(self, folder: Path) -> None:
         temporary = folder.with_name(folder.name + ".partial")
         shutil.rmtree(temporary, ignore_errors=True)
-        self.model.save_pretrained(temporary)  # type: ignore[operator]
+        self.model.save_pretrained(temporary, save_embedding_layers=False)  # type: ignore[operator]
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)

@@ -117,7 +117,9 @@ class RunConfig(_Settings):
     eval_windows: PositiveInt = 12
     checkpoint_every: PositiveInt = 20
     recompute: bool = True  # of the timing and memory measurements: what a memory-bound device would run
-    recompute_arms: bool = False  # trajectories are the same bit for bit either way; without it they are faster
+    recompute_arms: bool = (
+        False  # trajectories are the same bit for bit either way; without it they are faster
+    )
     workers: PositiveInt = 2
     timing_repeats: PositiveInt = 3
     timing_cycle_lengths: Annotated[list[PositiveInt], Field(min_length=1)] = [1, 2, 4, 8]

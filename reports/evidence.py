@@ -35,13 +35,17 @@ class FidelityEvidence(_Evidence):
 
 
 class TimingRow(_Evidence):
-    """Seconds of a step. seconds: the median of each block of the cycle; repeats: each repeat's blocks."""
+    """Seconds of a step. seconds: the median of each block of the cycle; repeats: each repeat's blocks.
+
+    speedups: each repeat's speed-up over the `full` steps timed around it.
+    """
 
     mode: str
     cycle_length: int
     seconds: list[float]
     mean_seconds: float
     speedup: float
+    speedups: list[float] = []
     repeats: list[list[float]] = []
 
     def cycle_means(self) -> list[float]:

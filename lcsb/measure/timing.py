@@ -22,6 +22,17 @@ from lcsb.config import LCSBConfig
 from lcsb.selective import SelectiveBackward, selective_backward, without_recompute
 
 
+def clock() -> float:
+    """Seconds of this process: wall clock where the work is on a GPU or on several threads, else CPU seconds.
+
+    On one thread the two agree on a quiet machine, and CPU seconds do not count the time that other processes took.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
 @dataclass(frozen=True)
 class StepTimes:
     """Seconds of one step: embedding + head + loss in both directions, layers forward, layers backward, optimiser."""
@@ -51,9 +62,7 @@ def time_step(
     stamps: dict[str, float] = {}
 
     def stamp(name: str) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        stamps[name] = time.perf_counter()
+        stamps[name] = clock()
 
     def enter(module: nn.Module, args: Any) -> None:
         if "layers begin" not in stamps:
@@ -95,10 +104,10 @@ def dequantisation_seconds(model: nn.Module, repeats: int) -> float:
     weights = [m.weight for m in model.modules() if isinstance(m, bnb.nn.Linear4bit)]
     seconds = []
     for _ in range(repeats):
-        begin = time.perf_counter()
+        begin = clock()
         for weight in weights:
             bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(clock() - begin)
     return statistics.median(seconds)
 
 
@@ -119,11 +128,14 @@ def measure_costs(
         model: with adapters in every layer. Its adapters are changed by the steps taken.
         recompute: whether the runs recompute; the parts are those of such a step. Then recompute must be switched on
             in the model.
-        repeats: steps of each kind; medians are used.
+        repeats: half the number of steps of each kind; medians are used.
     """
     kinds = (("full", None), ("exact", 1), ("mlp", 1))
     times: dict[tuple[str, bool], list[StepTimes]] = {}
-    for repeat in range(repeats + 1):
+    rounds = (
+        2 * repeats
+    )  # the parts are differences of steps, so they need more of them than a step's own time does
+    for repeat in range(rounds + 1):
         for on in (True, False) if recompute else (False,):
             for backward, k in kinds:
                 config = LCSBConfig(backward, layers_per_step=k)  # type: ignore[arg-type]
@@ -170,44 +182,61 @@ def measure_speedups(
 ) -> tuple[list[dict[str, Any]], float]:
     """Seconds per step of every mode and cycle length, and the speed-up over `full`, all in one run.
 
-    Each block of the cycle is timed `repeats` times, and its median taken; the mean over the blocks is the mode's
-    seconds per step. Repeats are interleaved over modes, and each is compared with the `full` steps around it.
+    A case is a mode and a cycle length. In each repeat every block of its cycle is timed once, between two `full`
+    steps: the repeat's speed-up is their mean over the mean of the blocks, so that a drift of the machine's speed
+    meets both. The speed-up is the median over the repeats.
 
     Args:
         layers_per_step: cycle length p -> k.
 
     Returns:
-        One row a mode and p: mode, cycle_length, seconds (median of each block), mean_seconds, speedup, repeats; and
+        One row a case: mode, cycle_length, seconds (median of each block over the repeats), mean_seconds (their mean),
+        speedup, speedups (one a repeat), repeats (seconds of each block in each repeat); and
         the median seconds of a full step's backward pass through the layers.
     """
-    cases: list[tuple[str, int, int | None]] = [("full", 1, None)]
-    cases += [(mode, p, k) for mode in ("exact", "identity", "mlp") for p, k in layers_per_step.items()]
-    seconds: dict[tuple[str, int], list[list[float]]] = {}
-    full_backward: list[float] = []
-    for repeat in range(repeats + 1):
+    cases = [(mode, p, k) for mode in ("exact", "identity", "mlp") for p, k in layers_per_step.items()]
+    blocks: dict[tuple[str, int], list[list[float]]] = {case[:2]: [] for case in cases}
+    speedups: dict[tuple[str, int], list[float]] = {case[:2]: [] for case in cases}
+    full: list[StepTimes] = []
+
+    def cycle(mode: str, k: int | None) -> list[StepTimes]:
+        config = LCSBConfig(mode, layers_per_step=k)  # type: ignore[arg-type]
+        with selective_backward(model, config) as lcsb:
+            return [time_step(lcsb, model, batch, optimizer) for _ in range(lcsb.schedule.cycle_length)]
+
+    cycle("full", None)  # warms caches and the optimiser's state
+    for _ in range(repeats):
+        full += cycle("full", None)
         for mode, p, k in cases:
-            config = LCSBConfig(mode, layers_per_step=k)  # type: ignore[arg-type]
-            with selective_backward(model, config) as lcsb:
-                blocks = [time_step(lcsb, model, batch, optimizer) for _ in range(lcsb.schedule.cycle_length)]
-            if repeat > 0:  # the first round warms up
-                seconds.setdefault((mode, p), []).append([block.total for block in blocks])
-                if mode == "full":
-                    full_backward.append(blocks[0].backward)
-    rows = []
-    mean = {
-        case: statistics.fmean(statistics.median(block) for block in zip(*repeated, strict=True))
-        for case, repeated in seconds.items()
-    }
-    for (mode, p), repeated in seconds.items():
+            seconds = [step.total for step in cycle(mode, k)]
+            full += cycle("full", None)
+            reference = (full[-2].total + full[-1].total) / 2
+            blocks[mode, p].append(seconds)
+            speedups[mode, p].append(reference / statistics.fmean(seconds))
+    totals = [step.total for step in full]
+    median = statistics.median(totals)
+    rows: list[dict[str, Any]] = [
+        {
+            "mode": "full",
+            "cycle_length": 1,
+            "seconds": [median],
+            "mean_seconds": median,
+            "speedup": 1.0,
+            "speedups": [1.0],
+            "repeats": [[total] for total in totals],
+        }
+    ]
+    for (mode, p), repeated in blocks.items():
         medians = [statistics.median(block) for block in zip(*repeated, strict=True)]
         rows.append(
             {
                 "mode": mode,
                 "cycle_length": p,
                 "seconds": medians,
-                "mean_seconds": mean[mode, p],
-                "speedup": mean["full", 1] / mean[mode, p],
+                "mean_seconds": statistics.fmean(medians),
+                "speedup": statistics.median(speedups[mode, p]),
+                "speedups": speedups[mode, p],
                 "repeats": repeated,
             }
         )
-    return rows, statistics.median(full_backward)
+    return rows, statistics.median(step.backward for step in full)
