@@ -125,10 +125,10 @@ class KrylovSpectrum:
 
     def _expand(self, eta: float, basis: Array, h: Array, have: int) -> int:
         """Arnoldi steps from `have` columns up to the full dimension; returns the dimension reached."""
-        m = h.shape[1]
+        m = int(h.shape[1])
         for j in range(have, m):
             w = self._apply(eta, basis[:, j])
-            before = np.linalg.norm(w)
+            before = float(np.linalg.norm(w))
             for _ in range(2):  # twice is enough
                 coefficients = basis[:, : j + 1].T @ w
                 h[: j + 1, j] += coefficients
@@ -141,7 +141,7 @@ class KrylovSpectrum:
 
     def _restart(self, basis: Array, h: Array, rise: Array, slow: NDArray[np.bool_]) -> int:
         """Keep the Schur vectors of the Ritz values that grow most, slow ones last."""
-        m = h.shape[1]
+        m = int(h.shape[1])
         rank = np.where(slow, rise - 10.0, rise)
         threshold = np.sort(rank)[::-1][self.keep - 1]
 

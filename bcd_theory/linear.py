@@ -152,7 +152,7 @@ class _Solver:
         self.problem, self.momentum, self.idle = problem, float(momentum), idle
         self.scan_to, self.scan_points = scan_to, scan_points
         self.gain = 1.0 if normalisation == "heavy-ball" else 1.0 - self.momentum
-        self.order, self.partition, sequence = _order(order, blocks, problem.n)
+        self.order, self.partition, sequence = resolve_order(order, blocks, problem.n)
         self.blocks = [problem.block(b) for b in self.partition.arrays()]
         if problem.symmetric:
             self.block_spectra = [np.linalg.eigvalsh((b + b.T) / 2).astype(complex) for b in self.blocks]
@@ -472,7 +472,7 @@ def _default_points(method: str, size: int) -> int:
     return 48 if method == "mean-square" else 32
 
 
-def _order(
+def resolve_order(
     order: Order | Sequence[int], blocks: Partition | Sequence[Iterable[int]] | None, n: int
 ) -> tuple[Order | tuple[int, ...], Partition, tuple[int, ...]]:
     """(the order, the partition stepped over, block numbers of one cycle)."""
