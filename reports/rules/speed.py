@@ -37,7 +37,9 @@ def speeds(run: Run) -> list[Speed]:
             continue
         identifier = f"speedup/{row.mode}/{row.cycle_length}"
         predicted = run.predictions.number(identifier) if identifier in run.predictions else None
-        ratios = row.speedups or [mine / theirs for mine, theirs in zip(base, row.cycle_means(), strict=False)]
+        ratios = row.speedups or [
+            mine / theirs for mine, theirs in zip(base, row.cycle_means(), strict=False)
+        ]
         found.append(Speed(row.mode, row.cycle_length, row.speedup, ratios, predicted))
     return found
 
