@@ -12,8 +12,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from bcd_theory.partition import n_blocks
-
 Backward = Literal["full", "exact", "identity", "mlp", "certified"]
 Idle = Literal["momentum", "frozen"]
 ScheduleName = Literal[
@@ -196,6 +194,9 @@ class RunConfig(_Settings):
 
     def layers_per_step(self, n_layers: int, cycle_length: int | None = None) -> int:
         """k = ceil(N / p). Raises ValueError when ceil(N / k) is not p, or p > N."""
+        # Here, not above: the package behind it brings sympy and scipy, and reading settings must stay quick.
+        from bcd_theory.partition import n_blocks
+
         p = self.cycle_length if cycle_length is None else cycle_length
         possible = sorted({n_blocks(n_layers, k) for k in range(1, n_layers + 1)})
         if p not in possible:

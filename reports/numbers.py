@@ -19,7 +19,7 @@ def significant(value: float | None, digits: int = 3) -> str:
     mantissa, exponent = text.split("e")
     power = int(exponent)
     if -4 < power < 5:
-        body = f"{float(text):.{max(0, digits - 1 - power)}f}"
+        body = f"{abs(value):.{max(0, digits - 1 - power)}f}"
     else:
         body = f"{mantissa}e{MINUS if power < 0 else ''}{abs(power)}"
     return (MINUS if value < 0 else "") + body

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,7 +108,7 @@ def page(run: Run, verdicts: Verdicts, drawn: list[Drawn]) -> str:
     environment = Environment(
         loader=PackageLoader("reports"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    environment.filters |= {"numbers": numbers, "tested": _tested, "numeric": _numeric}
+    environment.filters |= {"numbers": numbers, "tested": _tested, "numeric": _numeric, "tight": tight}
     shown = {plot.name for plot in drawn}
     sections = [
         ("verdicts", "Verdicts"),
@@ -147,12 +148,17 @@ def _tested(entry: ClaimVerdict) -> bool:
     return not (entry.paper.verdict == entry.ours.verdict == "not testable here")
 
 
+def tight(text: str) -> str:
+    """The text with spaces that must not break: '27 %', 'p = 4', '3 seeds'."""
+    return re.sub(r"(?<=\d) (?=%)|(?<=\bp) (?== )|(?<=\bp =) (?=\d)", "\u00a0", text)
+
+
 def _numeric(table: Table) -> set[int]:
     """Columns whose cells are all numbers, to be set flush right."""
     found = set()
     for i in range(1, len(table.columns)):
         cells = [row[i] for row in table.rows]
-        if cells and all(cell[:1] in "0123456789−>[" or cell == "none" for cell in cells):
+        if cells and all(re.fullmatch(r"none|[-−\d.,e%> \[\]±]+", cell) for cell in cells):
             found.add(i)
     return found
 
@@ -284,7 +290,8 @@ def _settings(run: Run) -> list[tuple[str, list[tuple[str, str]]]]:
         groups.append(("Corpus", flat))
     versions = found.pop("versions", {})
     if isinstance(memory := found.get("memory_bytes"), int):
-        found["memory_bytes"] = f"{memory / 2**30:.1f} GiB"
+        found = {"memory" if key == "memory_bytes" else key: value for key, value in found.items()}
+        found["memory"] = f"{memory / 2**30:.1f} GiB"
     if found:
         groups.append(
             ("Machine and source", [(name.replace("_", " "), _text(v)) for name, v in found.items()])

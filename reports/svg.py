@@ -65,7 +65,7 @@ _STYLE = {
     "ytick.labelsize": 8.0,
     "legend.frameon": False,
     "legend.fontsize": 8.0,
-    "legend.handlelength": 2.2,
+    "legend.handlelength": 3.2,
     "legend.borderaxespad": 0.2,
     "lines.linewidth": 1.6,
     "lines.markersize": 4.0,

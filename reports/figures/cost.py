@@ -33,16 +33,16 @@ def speed_plot(run: Run) -> Plot | None:
                 if row.predicted is not None:
                     axis.bar(x - 0.2, row.predicted, 0.34, facecolor="none", edgecolor=LIGHT["ink"],
                              ls=(0, (3, 1.5)), lw=1.1, label="predicted" if label else None)  # fmt: skip
-                axis.bar(x + 0.2, row.measured, 0.36, color=LIGHT.get(mode, LIGHT["other"]),
+                axis.bar(x + 0.2, row.measured, 0.36, color=LIGHT.get(mode, LIGHT["other"]), alpha=0.6,
                          label="measured, 95 % interval of the repeats" if label else None)  # fmt: skip
                 high = row.measured
                 if span := bounds(row.repeats):
-                    axis.plot([x + 0.2] * 2, span, color=LIGHT["ink"], lw=1.1)
+                    axis.plot([x + 0.2] * 2, span, color=LIGHT["ink"], lw=1.4)
                     high = max(high, span[1])
                 axis.text(
                     x + 0.2, high + 0.02 * top, f"{row.measured:.2f}", ha="center", va="bottom", fontsize=7.5
                 )
-            axis.axhline(1, color=LIGHT["muted"], lw=0.8)
+            axis.axhline(1, color=LIGHT["muted"], lw=0.8, zorder=0.5)
             if mode == "identity":
                 axis.axhline(
                     PAPER_SPEEDUP, color=LIGHT["ink"], lw=0.9, ls=":", label=f"paper: {PAPER_SPEEDUP:.2f}"
@@ -60,7 +60,8 @@ def speed_plot(run: Run) -> Plot | None:
     tail = f" Dequantisation takes {percent(share)} of full's backward time." if share is not None else ""
     return Plot(
         "speed", "Speed-up over full backpropagation",
-        f"Mean seconds of a step over a cycle, full divided by the mode, timed alone on the machine.{tail}",
+        f"Mean seconds of a step over a cycle, full divided by the mode, timed alone on the machine, "
+        f"{'with' if run.config.recompute else 'without'} recompute.{tail}",
         "Predicted and measured speed-up by backward mode and cycle length; numbers in the table below.",
         {"rows": [{"mode": r.mode, "cycle_length": r.cycle_length, "predicted": r.predicted, "measured": r.measured,
                    "repeats": r.repeats} for r in rows], "dequantisation_share_of_backward": share},
@@ -81,14 +82,17 @@ def memory_plot(run: Run) -> Plot | None:
         figure, (axis,) = panels(narrow, 1, 0.95 + 0.36 * len(rows), 1.15 + 0.4 * len(rows))
         for y, row in enumerate(reversed(rows)):
             first = y == 0
-            axis.barh(y, row.peak_bytes / 2**20, 0.56, color=LIGHT.get(row.mode, LIGHT["other"]))
+            axis.barh(y, row.peak_bytes / 2**20, 0.56, color=LIGHT.get(row.mode, LIGHT["other"]), alpha=0.6)
             if row.rss_anon_bytes is not None:
                 axis.plot([row.rss_anon_bytes / 2**20] * 2, [y - 0.36, y + 0.36], color=LIGHT["ink"], lw=1.6,
                           label="anonymous pages, largest" if first else None)  # fmt: skip
             if row.floor_bytes is not None:
                 axis.plot([row.floor_bytes / 2**20] * 2, [y - 0.36, y + 0.36], color=LIGHT["ink"], lw=1.4, ls=":",
                           label="floor: imports only" if first else None)  # fmt: skip
-            axis.text(row.peak_bytes / 2**20, y, f" {row.peak_bytes / 2**20:,.0f}", va="center", fontsize=8)
+            peak = row.peak_bytes / 2**20
+            axis.annotate(
+                f"{peak:,.0f}", (peak, y), (4, 0), textcoords="offset points", va="center", fontsize=8
+            )
         axis.set_yticks(range(len(rows)), [row.mode for row in reversed(rows)], color=LIGHT["ink"])
         axis.set_xlim(0, 1.12 * max(row.peak_bytes for row in rows) / 2**20)
         axis.grid(visible=False, axis="y")
@@ -99,7 +103,8 @@ def memory_plot(run: Run) -> Plot | None:
 
     return Plot(
         "memory", "Peak memory",
-        f"Bars: {meter}, one cycle of training steps at p = {run.config.cycle_length}.",
+        f"Bars: {meter}, one cycle of training steps at p = {run.config.cycle_length}, "
+        f"{'with' if run.config.recompute else 'without'} recompute.",
         "Peak memory by backward mode; numbers in the table below.",
         {"meter": meter, "rows": [row.model_dump() for row in rows]},
         Table(

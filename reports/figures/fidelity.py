@@ -94,7 +94,7 @@ def fidelity_plot(run: Run) -> Plot | None:
 def _fidelity_panel(axis: Axes, mode: str, entry: dict[str, Any], edges: list[float]) -> None:
     colour = LIGHT[mode]
     for edge in edges:
-        axis.axvline(edge, color=LIGHT["grid"], lw=1.0)
+        axis.axvline(edge, color=LIGHT["muted"], lw=0.7, alpha=0.6)
     axis.axhline(COSINE_MARGIN, color=LIGHT["ink"], lw=0.8, ls=":", label="one half (C1)")
     for stage, words, marker, shade in (("start", "before", "o", 0.22), ("after", "after", "^", 0.10)):
         mean = _nan(entry[stage]["mean"])
@@ -112,6 +112,7 @@ def _fidelity_panel(axis: Axes, mode: str, entry: dict[str, Any], edges: list[fl
         axis.plot(_nan(entry["predicted"]), color=LIGHT["ink"], ls=(0, (4, 2)), lw=1.2, label="predicted")
     if entry["composed"] is not None:
         axis.plot(_nan(entry["composed"]), color=LIGHT["muted"], ls="-.", lw=1.0, label="predicted, composed")
+    axis.grid(visible=False, axis="x")
     axis.set_title(f"{mode} surrogate")
     axis.set_xlabel("layer, from the embedding up")
     axis.set_ylabel("cosine")

@@ -120,8 +120,8 @@ def movement_plot(run: Run) -> Plot | None:
                              ", ".join(map(fixed, values))])  # fmt: skip
     return Plot(
         "movement", "How far each block moves",
-        "Root mean square of x_T − x_0 over a block's adapters, relative to full backpropagation at the same "
-        "learning rate and seed. T9 says where it must lie: between pure drift and pure diffusion.",
+        "Root mean square of x at the end − x at the start over a block's adapters, relative to full backpropagation "
+        "at the same learning rate and seed. T9 says where it must lie: between pure drift and pure diffusion.",
         "Movement of each block relative to full, with the predicted range; numbers in the table below.",
         {"movement": found},
         Table(["idle policy", "block", "predicted range", "measured mean", "by seed"], rows), draw,

@@ -111,12 +111,15 @@ def loss_plot(run: Run) -> Plot | None:
 
 def drop_plot(run: Run) -> Plot | None:
     drops = {
-        arm.name: [o.drop for o in run.outcomes(arm.name) if o.drop is not None and o.status != "unfinished"]
+        arm.name: [o.drop for o in run.outcomes(arm.name) if o.drop is not None and o.status != "diverged"]
         for arm in run.config.arms
     }
     if not any(drops.values()):
         return None
     shown = [arm for arm in run.config.arms if drops[arm.name]]
+    # A diverged run would stretch the axis until nothing else can be read; it is named instead.
+    diverged = [o for arm in run.config.arms for o in run.outcomes(arm.name) if o.status == "diverged"]
+    left_out = ", ".join(f"{o.arm} seed {o.seed}" for o in diverged)
 
     def bounds(name: str) -> tuple[float, float] | None:
         return t_interval(drops[name]) if len(drops[name]) >= 2 else None
@@ -143,8 +146,9 @@ def drop_plot(run: Run) -> Plot | None:
 
     return Plot(
         "drop", "How far the held-out loss falls",
-        "One mark a seed, black bar: mean, wide line: 95 % interval of the mean. Verdicts use paired differences by "
-        "seed, which scatter less than the marks do.",
+        "One mark a seed, upright bar: mean, wide line: 95 % interval of the mean. Verdicts use paired differences by "
+        "seed, which scatter less than the marks do."
+        + (f" Not drawn, diverged: {left_out}." if left_out else ""),
         "Fall of the held-out loss by arm and seed; numbers in the table below.",
         {"drops": [{"arm": arm.name, "seed": o.seed, "drop": o.drop, "status": o.status}
                    for arm in run.config.arms for o in run.outcomes(arm.name)]},

@@ -147,7 +147,7 @@ def _fidelity_part(run: Run, name: str, kind: str, layout: str, stage: str, coun
             if worst is None or gap > worst[0]:
                 worst = gap, f"{mode} layer {layer}"
     if worst is None:
-        return Part(name=name, verdict="inconclusive", reason="Nothing was measured.", counts=counts)
+        return Part(name=name, verdict="inconclusive", reason="No fidelity was measured.", counts=counts)
     decision = decide_share(groups, FIDELITY_SHARE)
     n = min(len(values) for values, _, _ in groups)
     each = ", ".join(f"{mode} {inside} of {total}" for mode, (inside, total) in by_mode.items())

@@ -59,7 +59,7 @@ def _law_part(run: Run) -> Part:
 
 
 def _equivalence_part(run: Run, idle: str, rule: str) -> Part:
-    name = f"equivalence (T9): exact/{idle} against full at {rule}"
+    name = f"equivalence, {idle} (T9)"
     arm, control = run.arm_like("exact", idle), run.arm_like("full", rule=rule)
     full = run.arm_like("full")
     if arm is None or control is None or full is None:
@@ -97,7 +97,7 @@ def _equivalence_part(run: Run, idle: str, rule: str) -> Part:
         "refuted": f"wholly outside ±{percent(DROP_MARGIN, 0)}",
     }.get(decision.verdict, f"{decision.why}: not wholly on one side of ±{percent(DROP_MARGIN, 0)}")
     if decision.n < SEEDS_NEEDED:
-        inside = f"{decision.why}"
+        inside = f"{SEEDS_NEEDED} needed"
     assert decision.effect is not None
     bounds = f", 95 % interval {_percents(decision.interval)}" if decision.interval else ""
     return Part(
@@ -151,7 +151,7 @@ def movement_ratios(run: Run, arm: str) -> list[list[float]]:
 
 
 def _movement_part(run: Run, idle: str) -> Part:
-    name = f"movement (T9): exact/{idle} relative to full"
+    name = f"movement, {idle} (T9)"
     arm = run.arm_like("exact", idle)
     identifier = f"movement/{idle}/ratio"
     ratios = movement_ratios(run, arm) if arm else []
