@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from bcd_theory.cost import step_seconds
 from bcd_theory.predict import Measurements, Predictions
 from bcd_theory.predict import predict as predictions_of
 from lcsb.jobs import Job, Reporter, run_jobs
@@ -159,8 +160,12 @@ def run(folder: RunFolder, progress: Progress | None = None) -> None:
         raise ValueError(
             f"{folder.predictions}: not there; predictions must be registered before a run (lcsb predict)"
         )
-    expected = _Expected(config, read_record(folder.predictions, Predictions))
-    _run_part("timing and memory, alone", _alone(folder, expected), 1, progress)
+    expected = _Expected(config, read_record(folder.measurements, Measurements))
+    _run_part("timing, alone", _timing_jobs(folder, expected), 1, progress)
+    _run_part(
+        "memory, each mode in a process of its own", _memory_jobs(folder, expected), config.workers, progress
+    )
+    _collect_memory(folder)
     _run_part("arms", _arm_jobs(folder, config, expected), config.workers, progress)
     held_out = _fidelity_jobs(folder, config, expected)
     _run_part("fidelity on held-out batches", held_out, config.workers, progress)
@@ -168,58 +173,69 @@ def run(folder: RunFolder, progress: Progress | None = None) -> None:
 
 
 MODES = ("full", "exact", "identity", "mlp")
-_START_SECONDS = 10.0  # of a process: imports, and loading the model
+_START_SECONDS = 6.0  # of a process: imports, and loading the model
 
 
 class _Expected:
-    """Expected seconds of the parts of the run stage, on one thread, from the registered predictions."""
+    """Expected seconds of the parts of the run stage, on one thread, from the measured costs (T12)."""
 
-    def __init__(self, config: RunConfig, predictions: Predictions) -> None:
+    def __init__(self, config: RunConfig, measured: Measurements) -> None:
         self.config = config
-        self.full = predictions.number("seconds/full/1")
-        names = {mode: f"seconds/{mode}/{config.cycle_length}" for mode in MODES[1:]}
-        self.step = {"full": self.full} | {
-            mode: predictions.number(name) if name in predictions else self.full
-            for mode, name in names.items()
-        }
+        k = config.layers_per_step(measured.layers)
+
+        def steps(recompute: bool) -> dict[str, float]:
+            return {
+                mode: step_seconds(measured.costs, mode, layers_per_step=k, recompute=recompute)
+                for mode in MODES
+            }
+
+        self.timed, self.trained = steps(config.recompute), steps(config.recompute_arms)
+        self.window = measured.costs.forward + measured.costs.head
 
     @property
     def timing(self) -> float:
         cycles = sum(self.config.timing_cycle_lengths)
-        steps = self.full + cycles * sum(self.step[mode] for mode in MODES[1:])
-        return _START_SECONDS + (self.config.timing_repeats + 1) * steps
+        references = 1 + 3 * cycles // 6
+        steps = references * self.timed["full"] + cycles * sum(self.timed[mode] for mode in MODES[1:])
+        return _START_SECONDS + self.config.timing_repeats * steps
 
-    @property
-    def memory(self) -> float:
-        return sum(_START_SECONDS + self.config.cycle_length * self.step[mode] for mode in MODES)
+    def memory(self, mode: str) -> float:
+        return _START_SECONDS + self.config.cycle_length * self.timed[mode]
 
     def arm(self, backward: str) -> float:
         evaluations = -(-self.config.steps // self.config.eval_every) * self.config.eval_windows
-        return _START_SECONDS + self.config.steps * self.step[backward] + evaluations * self.full / 3
+        return _START_SECONDS + self.config.steps * self.trained[backward] + evaluations * self.window
 
     @property
     def fidelity_batch(self) -> float:
-        return 8 * self.full
+        return 4 * self.timed["full"]
 
     @property
     def total(self) -> float:
         arms = len(self.config.seeds) * sum(self.arm(arm.backward) for arm in self.config.arms)
-        side_by_side = arms + 2 * self.config.fidelity_batches * self.fidelity_batch
-        return self.timing + self.memory + side_by_side / self.config.workers
+        memory = sum(self.memory(mode) for mode in MODES)
+        side_by_side = arms + memory + 2 * self.config.fidelity_batches * self.fidelity_batch
+        return self.timing + side_by_side / self.config.workers
 
 
 def expected_run_seconds(folder: RunFolder) -> float:
-    """Expected wall seconds of the whole run stage, from the registered predictions (T12)."""
-    config = RunConfig.read(folder.config)
-    return _Expected(config, read_record(folder.predictions, Predictions)).total
+    """Expected wall seconds of the whole run stage, from the measured costs (T12)."""
+    return _Expected(RunConfig.read(folder.config), read_record(folder.measurements, Measurements)).total
 
 
-def _alone(folder: RunFolder, expected: _Expected) -> list[Job]:
-    parts = (("timing", _measure_timing, expected.timing), ("memory", _measure_memory, expected.memory))
+def _timing_jobs(folder: RunFolder, expected: _Expected) -> list[Job]:
+    if folder.evidence("timing").exists():
+        return []
+    return [Job("every mode and cycle length", _measure_timing, (folder.root,), expected.timing)]
+
+
+def _memory_jobs(folder: RunFolder, expected: _Expected) -> list[Job]:
+    if folder.evidence("memory").exists():
+        return []
     return [
-        Job(kind, function, (folder.root,), seconds)
-        for kind, function, seconds in parts
-        if not folder.evidence(kind).exists()
+        Job(mode, _measure_memory, (folder.root, mode), expected.memory(mode))
+        for mode in MODES
+        if not _part(folder, f"memory-{mode}").exists()
     ]
 
 
@@ -251,14 +267,21 @@ def _measure_timing(root: Path) -> None:
     write_json(folder.evidence("timing"), evidence)
 
 
-def _measure_memory(root: Path) -> None:
+def _measure_memory(root: Path, mode: str) -> None:
     from lcsb.measure.memory import measure_memory
 
     folder = RunFolder(root)
-    rows = [measure_memory(folder.config, mode, THREADS) for mode in MODES]
     write_json(
-        folder.evidence("memory"), _evidence(folder, "memory", meter="VmHWM of a fresh process", rows=rows)
+        _part(folder, f"memory-{mode}"),
+        _evidence(folder, "memory", **measure_memory(folder.config, mode, THREADS)),
     )
+
+
+def _collect_memory(folder: RunFolder) -> None:
+    if not folder.evidence("memory").exists():
+        rows = [_read_part(folder, f"memory-{mode}") for mode in MODES]
+        evidence = _evidence(folder, "memory", meter="VmHWM of a fresh process", rows=rows)
+        write_json(folder.evidence("memory"), evidence)
 
 
 def _arm_jobs(folder: RunFolder, config: RunConfig, expected: _Expected) -> list[Job]:
@@ -296,8 +319,19 @@ def _train(root: Path, arm: str, seed: int) -> str:
     return train_arm(RunFolder(root), arm, seed)
 
 
-def _part(folder: RunFolder, stage: str, batch: int) -> Path:
-    return folder.evidence("fidelity").parent / "parts" / f"fidelity-{stage}-{batch}.json"
+def _part(folder: RunFolder, name: str) -> Path:
+    """A piece of evidence that one job has finished, until all pieces are put together."""
+    return folder.evidence("parts").with_suffix("") / f"{name}.json"
+
+
+def _read_part(folder: RunFolder, name: str) -> dict[str, Any]:
+    path, registration = _part(folder, name), sha256_of(folder.predictions)
+    part: dict[str, Any] = read_json(path)
+    found = part.pop("predictions_sha256", "no predictions")
+    if found != registration:
+        raise ValueError(f"{path}: registered against {found[:12]}, expected {registration[:12]}")
+    del part["kind"]
+    return part
 
 
 def _fidelity_batches(folder: RunFolder, config: RunConfig) -> list[tuple[str, int, int]]:
@@ -319,7 +353,7 @@ def _fidelity_jobs(folder: RunFolder, config: RunConfig, expected: _Expected) ->
             f"fidelity {stage} {i}", _measure_fidelity, (folder.root, stage, i, seed), expected.fidelity_batch
         )
         for stage, i, seed in _fidelity_batches(folder, config)
-        if not _part(folder, stage, i).exists()
+        if not _part(folder, f"fidelity-{stage}-{i}").exists()
     ]
 
 
@@ -338,29 +372,22 @@ def _measure_fidelity(root: Path, stage: str, index: int, seed: int) -> None:
         raise ValueError(f"{len(corpus.held_out)} held-out windows, expected at least {(index + 1) * rows}")
     measured = measure_fidelity(model, language_batch(windows, model), layers_per_step(model, config))
     write_json(
-        _part(folder, stage, index),
-        {
-            "batch": index,
-            "adapter_seed": seed,
-            "stage": stage,
-            "loss": measured.loss,
-            "rows": measured.rows,
-            "gradient_norm": measured.gradient_norm,
-            "predictions_sha256": sha256_of(folder.predictions),
-        },
+        _part(folder, f"fidelity-{stage}-{index}"),
+        _evidence(
+            folder,
+            "fidelity",
+            batch=index,
+            adapter_seed=seed,
+            stage=stage,
+            loss=measured.loss,
+            rows=measured.rows,
+            gradient_norm=measured.gradient_norm,
+        ),
     )
 
 
 def _collect_fidelity(folder: RunFolder, config: RunConfig) -> None:
-    if folder.evidence("fidelity").exists():
-        return
-    registration = sha256_of(folder.predictions)
-    batches = []
-    for stage, index, _ in _fidelity_batches(folder, config):
-        part = _part(folder, stage, index)
-        batch = read_json(part)
-        found = batch.pop("predictions_sha256")
-        if found != registration:
-            raise ValueError(f"{part}: registered against {found[:12]}, expected {registration[:12]}")
-        batches.append(batch)
-    write_json(folder.evidence("fidelity"), _evidence(folder, "fidelity", batches=batches))
+    if not folder.evidence("fidelity").exists():
+        names = [f"fidelity-{stage}-{index}" for stage, index, _ in _fidelity_batches(folder, config)]
+        batches = [_read_part(folder, name) for name in names]
+        write_json(folder.evidence("fidelity"), _evidence(folder, "fidelity", batches=batches))

@@ -137,6 +137,7 @@ class _Arm:
     def run(self, header: dict[str, Any]) -> str:
         start = _layer_vectors(self.lcsb)  # a function of the seed, so not in the checkpoint
         writer, resumed = self._open()
+        self._vectors = _layer_vectors(self.lcsb)
         with writer, self.lcsb as lcsb:
             if not resumed:
                 writer.write(header)
@@ -185,12 +186,12 @@ class _Arm:
             raise NonFiniteError(f"step {t}: the training loss is {value}; the step was not taken")
         loss.backward()
         middle = time.perf_counter()
-        before = _layer_vectors(lcsb)
         self._law.before_step(selected)
         again = time.perf_counter()
         record = lcsb.step(self.optimizer, batch=f"{t} of seed {self.seed}")
         seconds = time.perf_counter() - again + middle - begin
-        moved = [float((new - old).norm()) for new, old in zip(_layer_vectors(lcsb), before, strict=True)]
+        before, self._vectors = self._vectors, _layer_vectors(lcsb)
+        moved = [float((new - old).norm()) for new, old in zip(self._vectors, before, strict=True)]
         idle = math.sqrt(sum(m * m for i, m in enumerate(moved) if i not in set(selected)))
         writer.write(
             {
@@ -231,7 +232,7 @@ class _Arm:
                 shutil.rmtree(folder)
 
     def _finish(self, writer: MetricsWriter, start: list[torch.Tensor], status: str) -> None:
-        progress, lcsb = self.progress, self.lcsb
+        progress = self.progress
         at = diverged_at(progress.losses, self.loss_at_start)
         if at is not None and status != "diverged":
             writer.write({"kind": "event", "t": at, "event": "diverged"})
@@ -246,7 +247,7 @@ class _Arm:
                 writer.write({"kind": "event", "t": progress.t, "event": "no-progress"})
         rms = [
             math.sqrt(float((new - old).square().mean())) if len(new) else 0.0
-            for new, old in zip(_layer_vectors(lcsb), start, strict=True)
+            for new, old in zip(self._vectors, start, strict=True)
         ]
         writer.write({"kind": "movement", "t": progress.t, "layer_rms": rms, "layer_path": progress.path})
         self._save_adapter(self.place.adapter)

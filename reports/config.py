@@ -112,7 +112,7 @@ class RunConfig(_Settings):
     cycle_length: PositiveInt = 4
     batch_size: PositiveInt = 1
     eval_every: PositiveInt = 20
-    eval_windows: PositiveInt = 12
+    eval_windows: PositiveInt = 8
     checkpoint_every: PositiveInt = 20
     recompute: bool = True  # of the timing and memory measurements: what a memory-bound device would run
     recompute_arms: bool = (

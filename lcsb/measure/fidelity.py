@@ -1,9 +1,10 @@
 """Gradient fidelity: how far a surrogate backward pass is from the truth, layer by layer (T7; T2's angle form).
 
-Two layouts. `cyclic` runs the engine itself, each block selected in turn, and so measures what training really uses.
-`all-above` answers "after how many skipped layers is the direction lost": every layer's own adapter gradient when all
-layers above it are skipped, by local vector-Jacobian products along the true forward trajectory (one layer at a time,
-no extra pass per layer).
+Two layouts. `cyclic`: each layer's adapter gradient while its own block is selected, what training uses. `all-above`:
+the same when every layer above it is skipped; it answers after how many skipped layers the direction is lost. Both come
+from one true pass and local vector-Jacobian products along its trajectory, one layer at a time from the top, because
+each surrogate gradient at a layer's output is known from the layers above. `cyclic_gradients` gets the cyclic layout
+from the engine itself, at a pass a block: the slow reference.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
-from bcd_theory.predict import SURROGATE_MODES, Fidelity
+from bcd_theory.predict import SURROGATE_MODES, Fidelity, Layout
 from lcsb.config import LCSBConfig
 from lcsb.selective import SelectiveBackward, detached_attention, selective_backward, without_recompute
 
@@ -47,9 +48,7 @@ def _inner(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> floa
     return float(sum(torch.dot(a[k].double().flatten(), b[k].double().flatten()) for k in a))
 
 
-def compare(
-    mode: str, layout: Literal["cyclic", "all-above"], surrogate: Gradients, truth: Gradients
-) -> Fidelity:
+def compare(mode: str, layout: Layout, surrogate: Gradients, truth: Gradients) -> Fidelity:
     """Cosine, norm ratio rho and relative error delta of each layer's adapter gradient (T2).
 
     A layer whose true gradient is exactly zero has none of the three (None). A surrogate that is exactly zero while
@@ -158,24 +157,43 @@ def _cosine(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(torch.dot(x, y) / (x.norm() * y.norm()))
 
 
-def _local_passes(
-    model: nn.Module, record: _Trajectory
-) -> tuple[dict[str, Gradients], dict[str, list[float]]]:
-    """By mode: adapter gradients of the all-above layout, and one-layer cosines of the hidden gradient."""
-    lcsb = selective_backward(model, LCSBConfig("full"))
-    layers = lcsb.layers
-    above = dict.fromkeys(SURROGATE_MODES, record.hidden_gradients[-1])
-    surrogate: dict[str, Gradients] = {mode: [{} for _ in layers] for mode in SURROGATE_MODES}
-    hidden_cosine: dict[str, list[float]] = {mode: [0.0] * len(layers) for mode in SURROGATE_MODES}
-    for index in reversed(range(len(layers))):
+@dataclass
+class _Surrogates:
+    """What the local passes gather, by mode."""
+
+    all_above: dict[str, Gradients]
+    cyclic: dict[str, Gradients]
+    hidden_cosine: dict[str, list[float]]
+
+
+def _local_passes(model: nn.Module, record: _Trajectory, layers_per_step: int | None) -> _Surrogates:
+    lcsb = selective_backward(model, LCSBConfig("exact", layers_per_step=layers_per_step))
+    layers, n = lcsb.layers, len(lcsb.layers)
+    top_of_block = {lcsb.trainable_layers[max(block)] for block in lcsb.schedule.blocks}
+    found = _Surrogates(
+        {mode: [{} for _ in layers] for mode in SURROGATE_MODES},
+        {mode: [{} for _ in layers] for mode in SURROGATE_MODES},
+        {mode: [0.0] * n for mode in SURROGATE_MODES},
+    )
+    # The surrogate gradient above the current layer: if all layers from here up are idle, and inside the current block.
+    idle = dict.fromkeys(SURROGATE_MODES, record.hidden_gradients[-1])
+    inside = dict(idle)
+    for index in reversed(range(n)):
         layer, call, group = layers[index], record.calls[index], lcsb.adapters[index]
-        true_above = record.hidden_gradients[index]
         hidden = _hidden(call).detach().requires_grad_(True)
         output = _local(layer, call, hidden)
-        if group:
-            for mode in SURROGATE_MODES:
-                values = torch.autograd.grad(output, list(group.values()), above[mode], retain_graph=True)
-                surrogate[mode][index] = dict(zip(group, values, strict=True))
+        names, parameters = list(group), list(group.values())
+        if index in top_of_block:
+            inside = dict(idle)
+        for mode in SURROGATE_MODES if group else ():
+            below, *own = torch.autograd.grad(output, [hidden, *parameters], inside[mode], retain_graph=True)
+            selected = dict(zip(names, own, strict=True))
+            found.cyclic[mode][index] = found.all_above[mode][index] = selected
+            if index not in top_of_block:
+                skipped = torch.autograd.grad(output, parameters, idle[mode], retain_graph=True)
+                found.all_above[mode][index] = dict(zip(names, skipped, strict=True))
+            inside[mode] = below
+        true_above = record.hidden_gradients[index]
         if index > 0:
             true_below = record.hidden_gradients[index - 1]
         else:
@@ -184,10 +202,12 @@ def _local_passes(
         with detached_attention(layer)():
             output = _local(layer, call, hidden)
         (mlp_of_truth,) = torch.autograd.grad(output, hidden, true_above, retain_graph=True)
-        (above["mlp"],) = torch.autograd.grad(output, hidden, above["mlp"])
-        hidden_cosine["identity"][index] = _cosine(true_above, true_below)
-        hidden_cosine["mlp"][index] = _cosine(mlp_of_truth, true_below)
-    return surrogate, hidden_cosine
+        if not group:  # never selected, so idle also inside a block
+            (inside["mlp"],) = torch.autograd.grad(output, hidden, inside["mlp"], retain_graph=True)
+        (idle["mlp"],) = torch.autograd.grad(output, hidden, idle["mlp"])
+        found.hidden_cosine["identity"][index] = _cosine(true_above, true_below)
+        found.hidden_cosine["mlp"][index] = _cosine(mlp_of_truth, true_below)
+    return found
 
 
 def measure_fidelity(
@@ -209,17 +229,18 @@ def measure_fidelity(
     ]
     if active:
         raise ValueError(f"fidelity needs a deterministic loss: dropout is active in {active[0]!r}")
-    record, truth, loss = _true_pass(model, batch)
-    rows = [
-        compare(mode, "cyclic", cyclic_gradients(model, batch, mode, layers_per_step), truth)
-        for mode in SURROGATE_MODES
-    ]
     with without_recompute(model):
-        surrogate, hidden_cosine = _local_passes(model, record)
-    rows += [compare(mode, "all-above", surrogate[mode], truth) for mode in SURROGATE_MODES]
+        record, truth, loss = _true_pass(model, batch)
+        found = _local_passes(model, record, layers_per_step)
+    layouts: tuple[tuple[Layout, dict[str, Gradients]], ...] = (
+        ("cyclic", found.cyclic),
+        ("all-above", found.all_above),
+    )
     return FidelityMeasurement(
-        rows=tuple(rows),
+        rows=tuple(
+            compare(m, layout, by_mode[m], truth) for layout, by_mode in layouts for m in SURROGATE_MODES
+        ),
         gradient_norm=tuple(_inner(group, group) ** 0.5 if group else 0.0 for group in truth),
-        hidden_cosine={mode: tuple(values) for mode, values in hidden_cosine.items()},
+        hidden_cosine={mode: tuple(values) for mode, values in found.hidden_cosine.items()},
         loss=loss,
     )

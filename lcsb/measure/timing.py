@@ -21,6 +21,8 @@ from bcd_theory.cost import StepCosts
 from lcsb.config import LCSBConfig
 from lcsb.selective import SelectiveBackward, selective_backward, without_recompute
 
+_STEPS_BETWEEN = 6  # steps of other modes between two `full` steps that serve as their reference
+
 
 def clock() -> float:
     """Seconds of this process: wall clock where the work is on a GPU or on several threads, else CPU seconds.
@@ -128,10 +130,11 @@ def measure_costs(
         model: with adapters in every layer. Its adapters are changed by the steps taken.
         recompute: whether the runs recompute; the parts are those of such a step. Then recompute must be switched on
             in the model.
-        repeats: half the number of steps of each kind; medians are used.
+        repeats: one less than the number of steps of each kind; medians are used.
     """
     kinds = (("full", None), ("exact", 1), ("mlp", 1))
     times: dict[tuple[str, bool], list[StepTimes]] = {}
+    # One round warms up, and one is more than asked for: the parts are differences of steps, which scatter more.
     rounds = (
         2 * repeats
     )  # the parts are differences of steps, so they need more of them than a step's own time does
@@ -182,9 +185,9 @@ def measure_speedups(
 ) -> tuple[list[dict[str, Any]], float]:
     """Seconds per step of every mode and cycle length, and the speed-up over `full`, all in one run.
 
-    A case is a mode and a cycle length. In each repeat every block of its cycle is timed once, between two `full`
-    steps: the repeat's speed-up is their mean over the mean of the blocks, so that a drift of the machine's speed
-    meets both. The speed-up is the median over the repeats.
+    A case is a mode and a cycle length. In each repeat every block of its cycle is timed once, a few steps from a
+    `full` step before and one after: the repeat's speed-up is their mean over the mean of the blocks, so that a drift
+    of the machine's speed meets both. The speed-up is the median over the repeats.
 
     Args:
         layers_per_step: cycle length p -> k.
@@ -207,12 +210,16 @@ def measure_speedups(
     cycle("full", None)  # warms caches and the optimiser's state
     for _ in range(repeats):
         full += cycle("full", None)
+        waiting: list[tuple[str, int]] = []
         for mode, p, k in cases:
-            seconds = [step.total for step in cycle(mode, k)]
-            full += cycle("full", None)
-            reference = (full[-2].total + full[-1].total) / 2
-            blocks[mode, p].append(seconds)
-            speedups[mode, p].append(reference / statistics.fmean(seconds))
+            blocks[mode, p].append([step.total for step in cycle(mode, k)])
+            waiting.append((mode, p))
+            if sum(length for _, length in waiting) >= _STEPS_BETWEEN or (mode, p, k) == cases[-1]:
+                full += cycle("full", None)
+                reference = (full[-2].total + full[-1].total) / 2
+                for case in waiting:
+                    speedups[case].append(reference / statistics.fmean(blocks[case][-1]))
+                waiting.clear()
     totals = [step.total for step in full]
     median = statistics.median(totals)
     rows: list[dict[str, Any]] = [
