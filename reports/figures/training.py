@@ -12,6 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from reports.decisions import count, t_interval
 from reports.figures.base import Plot, Table, arm_style
+from reports.metrics import Eval
 from reports.numbers import fixed, interval
 from reports.run import Run
 from reports.svg import LIGHT, legend, panels
@@ -21,6 +22,11 @@ def _moving_mean(values: Sequence[float | None], window: int) -> list[float]:
     """Mean over the last `window` steps (fewer at the start); NaN where a loss was not finite."""
     array = np.array([math.nan if value is None else value for value in values], dtype=np.float64)
     return [float(array[max(0, t + 1 - window) : t + 1].mean()) for t in range(array.size)]
+
+
+def _held_out(loss_at_start: float, evals: Sequence[Eval]) -> list[tuple[int, float | None]]:
+    """(t, held-out loss), the start included; after a resume the later of two rows counts."""
+    return sorted({0: loss_at_start, **{row.t: row.held_out_loss for row in evals}}.items())
 
 
 def loss_plot(run: Run) -> Plot | None:
@@ -36,7 +42,7 @@ def loss_plot(run: Run) -> Plot | None:
                         "seed": seed,
                         "status": run.outcome(arm.name, seed).status,
                         "training_loss": metrics.losses,
-                        "held_out": [[row.t, row.held_out_loss] for row in metrics.evals],
+                        "held_out": _held_out(metrics.header.loss_at_start, metrics.evals),
                     }
                 )
     if not curves:

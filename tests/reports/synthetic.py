@@ -151,7 +151,6 @@ def _arm(
             falls = drop * (1 - math.exp(-4 * t / config.steps)) / (1 - math.exp(-4))
             return START + (0.12 * t if blows_up else -falls)
 
-        writer.write({"kind": "eval", "t": 0, "held_out_loss": START, "tokens": 2032})
         stop = config.steps if not unfinished else max(1, config.steps // 2)
         for t in range(stop):
             block = None if arm.backward == "full" else t % p
