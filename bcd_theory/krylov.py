@@ -1,13 +1,20 @@
-"""Is a cycle map too large for dense eigenvalues stable? Its dangerous eigenvalues by a restarted Krylov space (T4).
+"""Is a cycle map too large for dense eigenvalues stable? The eigenvalues that decide, by two Krylov spaces (T4).
 
-M(eta) is only applied. Eigenvalues mu = 1 + nu of M - I at the rim of the unit disk decide, and a Krylov
-space finds those first, but for the slow modes: near mu = 1 the spectrum of an ill-conditioned problem is a
-crowd that no Krylov space resolves. They need no resolving, because a cycle has the eigenvalue 1 on ker A
-only: they are left out of the restart (|nu| < SLOW), unless they converge by themselves.
+Write mu = 1 + nu. |mu| < 1 iff 2 Re nu + |nu|^2 < 0, or, divided by 2 |nu|^2, iff Re(1/nu) < -1/2.
+
+- Far from mu = 1 (|nu| > FAR) the eigenvalues at the rim of the unit disk are outermost in the spectrum of
+M - I: a
+  Krylov space of M - I finds them first.
+- Near mu = 1 an ill-conditioned problem has a crowd of slow modes that no Krylov space of M resolves, and a
+limit can
+  hide in it (small angles with frozen momentum; mu = +1 itself where A is singular). (M - I)^-1 spreads
+  that crowd out over a half plane, and the eigenvalues that decide are its rightmost ones.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,157 +22,219 @@ import scipy.linalg as sla
 from numpy.typing import NDArray
 
 from bcd_theory.cycle import Array, CycleMap, growth
+from bcd_theory.inverse_cycle import InverseCycle
 
-# Ritz values within this distance of 1 are slow modes.
-SLOW = 0.05
-# A Ritz value with |mu|^2 - 1 above -RIM is dangerous: it has to converge before a verdict.
-RIM = 0.05
+Complex = NDArray[np.complex128]
+
+# The two searches overlap: M - I answers for |nu| > FAR, its inverse for |nu| < NEAR.
+FAR, NEAR = 0.25, 0.4
+# A Ritz value closer to the rim than this has to converge before a verdict.
+RIM = {"far": 0.02, "near": 0.05, "slow": np.inf}
+
+
+# (dimension, vectors kept at a restart, restarts) of the Krylov spaces tried in turn.
+SPACES = ((48, 16, 5), (96, 40, 5), (192, 90, 6), (384, 180, 12))
+
+
+@dataclass
+class Found:
+    """value: signed distance from the rim of the eigenvalue that exceeds it most (>= 0: unstable)."""
+
+    value: float
+    vector: NDArray[Any] | None
+    clear: bool
+    restarts: int
 
 
 class KrylovSpectrum:
-    """Largest |mu|^2 - 1 of the cycle map on the quotient by ker A, by Krylov-Schur restarts.
+    """Sign and size of the excess over the unit disk of the cycle map on the quotient by ker A.
 
-    null_space  orthonormal basis of ker A (n x d), projected out of x
-    power       cycles taken as one step of the Krylov space; raised where the rim is crowded
+    solve       z -> A^+ z
+    null_space  orthonormal basis of ker A (n x d)
     """
 
-    def __init__(self, cycle: CycleMap, null_space: Array) -> None:
-        self.cycle, self.null_space = cycle, null_space
-        self.power, self.max_restarts = 1, 8
-        self._warm: Array | None = None
+    def __init__(self, cycle: CycleMap, solve: Callable[[Array], Array], null_space: Array) -> None:
+        self.cycle, self.solve, self.null_space = cycle, solve, null_space
+        self._first = "far"
+        self._level = {"far": 0, "near": 0, "slow": 0}
+        self._warm: dict[str, Array | None] = {"far": None, "near": None, "slow": None}
 
     def excess(self, etas: Array) -> Array:
-        """Largest |mu|^2 - 1 at each learning rate."""
-        return np.array([self._decide(float(eta), 1e-9, False)[0] for eta in etas])
+        """At each learning rate a number that is >= 0 iff the cycle is unstable, and goes through 0 at a limit."""
+        return np.array([self._worst(float(eta), 1e-10, False).value for eta in etas])
 
     def signs(self, etas: Array) -> Array:
         """A number of the same sign, at less cost."""
-        return np.array([self._decide(float(eta), 1e-3, True)[0] for eta in etas])
+        return np.array([self._worst(float(eta), 1e-4, True).value for eta in etas])
+
+    def radius(self, eta: float) -> float:
+        """Spectral radius: of the rim eigenvalues and the slowest mode."""
+        found = [self._search(which, eta, 1e-10, False) for which in ("far", "near", "slow")]
+        nu = np.array([self._rayleigh(eta, f.vector) for f in found if f.vector is not None])
+        return float(np.sqrt(1 + np.max(growth(nu))))
 
     def critical(self, eta: float) -> tuple[complex, NDArray[Any]]:
-        """The dangerous eigenvalue of largest modulus and the x part of its eigenvector, in unit norm."""
-        _, vector = self._decide(eta, 1e-9, False)
-        # Its eigenvalue of one cycle, not of `power` of them, as a Rayleigh quotient.
+        """The eigenvalue that decides at eta, and the x part of its eigenvector in unit norm."""
+        found = max(
+            (self._search(which, eta, 1e-10, False) for which in ("far", "near")), key=lambda f: f.value
+        )
+        if found.vector is None:
+            raise ArithmeticError(f"no eigenvalue near the rim at learning rate {eta:.6g}")
+        mode = found.vector[: self.cycle.n]
+        return 1 + self._rayleigh(eta, found.vector), mode / np.linalg.norm(mode)
+
+    def _worst(self, eta: float, tolerance: float, sign_only: bool) -> Found:
+        first = self._search(self._first, eta, tolerance, sign_only)
+        if first.value >= 0.0:
+            return first  # unstable, whatever the other search would say
+        other = "near" if self._first == "far" else "far"
+        second = self._search(other, eta, tolerance, sign_only)
+        if second.value >= 0.0:
+            self._first = other
+        return first if first.value >= second.value else second
+
+    def _rayleigh(self, eta: float, vector: NDArray[Any]) -> complex:
         parts = np.column_stack([vector.real, vector.imag])
-        image = self.cycle.difference(eta, parts) @ np.array([1, 1j])
-        mu = 1 + np.vdot(vector, self._project(image)) / np.vdot(vector, vector)
-        mode = vector[: self.cycle.n]
-        return complex(mu), mode / np.linalg.norm(mode)
+        image = self._project(self.cycle.difference(eta, parts)) @ np.array([1, 1j])
+        return complex(np.vdot(vector, image) / np.vdot(vector, vector))
 
-    def _apply(self, eta: float, v: Array) -> Array:
-        """(M^power - I) v."""
-        change = self._project(self.cycle.difference(eta, v[:, None])[:, 0])
-        for _ in range(self.power - 1):
-            change += self._project(self.cycle.difference(eta, (v + change)[:, None])[:, 0])
-        return change
-
-    def _project(self, w: NDArray[Any]) -> NDArray[Any]:
+    def _project(self, w: Array) -> Array:
         if self.null_space.shape[1]:
             x = w[: self.cycle.n]
             x -= self.null_space @ (self.null_space.T @ x)
         return w
 
-    def _decide(self, eta: float, tolerance: float, sign_only: bool) -> tuple[float, NDArray[Any]]:
-        """(largest |mu|^2 - 1, its eigenvector)."""
-        while True:
-            found = self._attempt(eta, tolerance, sign_only)
-            if found is not None:
-                self.power = max(1, self.power // 2) if found[2] == 0 else self.power
-                return found[:2]
-            if self.power >= 256:
-                raise ArithmeticError(f"the spectrum at learning rate {eta:.6g} did not settle")
-            # A crowd at the rim: several cycles at a time spread it out, by angle and by modulus.
-            self.power *= 2 if self.power > 1 else 4
+    def _search(self, which: str, eta: float, tolerance: float, sign_only: bool) -> Found:
+        """Krylov-Schur on M - I ('far') or its inverse ('near': the rim; 'slow': the slowest mode)."""
 
-    def _attempt(
-        self, eta: float, tolerance: float, sign_only: bool
-    ) -> tuple[float, NDArray[Any], int] | None:
-        """The same and the number of restarts, or None where too many are needed."""
-        # A crowd needs a larger space, the usual few rim eigenvalues do not.
+        def forward(v: Array) -> Array:
+            return self._project(self.cycle.difference(eta, v))
+
+        apply: Callable[[Array], Array] = forward
+        if which != "far":
+            apply = InverseCycle(self.cycle, eta, self.solve, self.null_space)
+        free = self.cycle.size - self.null_space.shape[1]
+        for level in range(self._level[which], len(SPACES)):
+            m, keep, restarts = SPACES[level]
+            m = min(m, free)
+            keep = max(1, min(keep, m - 4))
+            found = self._krylov_schur(apply, which, m, keep, restarts, tolerance, sign_only)
+            if found is not None:
+                # The next learning rate starts with this space, or a smaller one where this was more than
+                # enough.
+                self._level[which] = max(0, level - 1) if found.restarts == 0 else level
+                return found
+            if m == free:
+                break
+        raise ArithmeticError(f"the spectrum at learning rate {eta:.6g} did not settle")
+
+    def _krylov_schur(
+        self,
+        apply: Callable[[Array], Array],
+        which: str,
+        m: int,
+        keep: int,
+        restarts: int,
+        tolerance: float,
+        sign_only: bool,
+    ) -> Found | None:
         size = self.cycle.size
-        m, self.keep = (64, 20) if self.power == 1 else (96, 40)
-        m = min(m, size - self.null_space.shape[1])
-        self.keep = max(1, min(self.keep, m - 4))
-        rng = np.random.default_rng(0)
-        start = rng.normal(size=size)
-        if self._warm is not None:
-            start = start / np.linalg.norm(start) * 1e-2 + self._warm
-        start = self._project(start)
+        start = np.random.default_rng(0).normal(size=(size, 1))
+        warm = self._warm[which]
+        if warm is not None:
+            start = 1e-2 * start / np.linalg.norm(start) + warm[:, None]
+        start = self._project(start)[:, 0]
         basis = np.zeros((size, m + 1))
         basis[:, 0] = start / np.linalg.norm(start)
         h = np.zeros((m + 1, m))
-        have, quiet = 0, 0
-        for restart in range(self.max_restarts):
-            length = self._expand(eta, basis, h, have)
-            square = h[:length, :length]
-            nu, y = np.linalg.eig(square)
-            nu = nu.astype(complex)
-            residual = np.abs(h[length, :length] @ y) if length == m else np.zeros(length)
-            rise = growth(nu)
-            converged = residual <= tolerance * np.maximum(np.abs(nu), 1e-3)
-            slow = np.abs(nu) < SLOW
-            dangerous = (rise > -RIM) & ~slow
-            # Only what may exceed the largest converged eigenvalue is worth waiting for.
-            best_so_far = np.max(rise[converged & ~slow], initial=-np.inf)
-            pending = dangerous & ~converged & (rise > best_so_far)
-            if sign_only and best_so_far > 10 * tolerance:
-                pending[:] = False
-            counted = converged | ~slow
-            quiet = 0 if np.any(pending) else quiet + 1
-            # Nothing dangerous in the first space may mean that it has not come up yet: look once more.
-            enough = quiet >= (1 if best_so_far > 0 else 2)
-            if enough or length < m:
-                choice = np.flatnonzero(counted) if np.any(counted) else np.arange(length)
-                best = int(choice[np.argmax(rise[choice])])
-                vector = basis[:, :length] @ y[:, best]
-                self._remember(basis[:, :length], y, rise, slow)
-                return float(np.expm1(np.log1p(rise[best]) / self.power)), vector, restart
-            have = self._restart(basis, h, rise, slow)
+        have = quiet = 0
+        for restart in range(restarts):
+            length = _expand(apply, basis, h, have)
+            ritz, y = np.linalg.eig(h[:length, :length])
+            ritz = ritz.astype(complex)
+            exact = length < m or m == size - self.null_space.shape[1]
+            residual = np.zeros(length) if exact else np.abs(h[length, :length] @ y)
+            value, relevant = _rim(which, ritz)
+            converged = residual <= tolerance * np.abs(ritz)
+            best = float(np.max(value[converged & relevant], initial=-np.inf))
+            # Only what may lie beyond the outermost converged eigenvalue is worth waiting for.
+            waiting = relevant & ~converged & (value > max(-RIM[which], best))
+            clear = sign_only and best > 10 * tolerance
+            quiet = 0 if np.any(waiting) else quiet + 1
+            # Nothing at the rim in the first space may mean that it has not come up yet: look once more.
+            if exact or clear or quiet >= (1 if best > 0 else 2):
+                self._remember(which, basis[:, :length], y, value, relevant)
+                if not np.any(relevant):
+                    return Found(-1.0, None, False, restart)
+                choice = np.flatnonzero(relevant & (converged | (best == -np.inf)))
+                top = int(choice[np.argmax(value[choice])])
+                if best > -np.inf and not converged[top]:
+                    top = int(np.argmax(np.where(converged & relevant, value, -np.inf)))
+                return Found(float(value[top]), basis[:, :length] @ y[:, top], bool(clear), restart)
+            have = _restart(basis, h, which, keep)
         return None
 
-    def _expand(self, eta: float, basis: Array, h: Array, have: int) -> int:
-        """Arnoldi steps from `have` columns up to the full dimension; returns the dimension reached."""
-        m = int(h.shape[1])
-        for j in range(have, m):
-            w = self._apply(eta, basis[:, j])
-            before = float(np.linalg.norm(w))
-            for _ in range(2):  # twice is enough
-                coefficients = basis[:, : j + 1].T @ w
-                h[: j + 1, j] += coefficients
-                w -= basis[:, : j + 1] @ coefficients
-            h[j + 1, j] = np.linalg.norm(w)
-            if h[j + 1, j] <= 1e-14 * max(before, 1e-300):
-                return j + 1
-            basis[:, j + 1] = w / h[j + 1, j]
-        return m
-
-    def _restart(self, basis: Array, h: Array, rise: Array, slow: NDArray[np.bool_]) -> int:
-        """Keep the Schur vectors of the Ritz values that grow most, slow ones last."""
-        m = int(h.shape[1])
-        rank = np.where(slow, rise - 10.0, rise)
-        threshold = np.sort(rank)[::-1][self.keep - 1]
-
-        def wanted(real: float, imag: float) -> bool:
-            value = complex(real, imag)
-            own = growth(np.array([value]))[0] - (10.0 if abs(value) < SLOW else 0.0)
-            return bool(own >= threshold - 1e-9)
-
-        t, z, kept = sla.schur(h[:m, :m], output="real", sort=wanted)
-        kept = min(kept, m - 4)
-        if kept < m and t[kept, kept - 1] != 0.0:
-            kept -= 1  # never cut a conjugate pair
-        last = h[m, :m] @ z
-        basis[:, :kept] = basis[:, :m] @ z[:, :kept]
-        basis[:, kept] = basis[:, m]
-        h[:] = 0.0
-        h[:kept, :kept] = t[:kept, :kept]
-        h[kept, :kept] = last[:kept]
-        return int(kept)
-
-    def _remember(self, basis: Array, y: NDArray[Any], rise: Array, slow: NDArray[np.bool_]) -> None:
-        """Start the next learning rate from the sum of the leading Ritz vectors."""
-        order = np.argsort(np.where(slow, rise - 10.0, rise))[::-1][:6]
-        vectors = basis @ y[:, order]
-        total = np.sum(vectors.real / np.maximum(np.linalg.norm(vectors.real, axis=0), 1e-300), axis=1)
+    def _remember(
+        self, which: str, basis: Array, y: NDArray[Any], value: Array, relevant: NDArray[np.bool_]
+    ) -> None:
+        """The next learning rate starts from the sum of the leading Ritz vectors."""
+        order = np.argsort(np.where(relevant, value, value - 10.0))[::-1][:6]
+        vectors = (basis @ y[:, order]).real
+        total = np.sum(vectors / np.maximum(np.linalg.norm(vectors, axis=0), 1e-300), axis=1)
         length = np.linalg.norm(total)
-        self._warm = total / length if length > 0 else None
+        self._warm[which] = total / length if length > 0 else None
+
+
+def _rim(which: str, ritz: Complex) -> tuple[Array, NDArray[np.bool_]]:
+    """(signed distance over the rim, whether this search answers for it) of each Ritz value."""
+    if which == "far":
+        return growth(ritz), np.abs(ritz) > FAR
+    size = np.maximum(np.abs(ritz), 1e-300)
+    if which == "slow":
+        # |mu|^2 - 1 itself, in units that keep the slowest modes apart.
+        return 2 * ritz.real / size**2 + 1 / size**2, size > 1 / NEAR
+    # Re(1/nu) + 1/2 as a sine: the angle by which 1/nu passes the line Re = -1/2.
+    return (ritz.real + 0.5) / size, size > 1 / NEAR
+
+
+def _expand(apply: Callable[[Array], Array], basis: Array, h: Array, have: int) -> int:
+    """Arnoldi steps from `have` columns up to the full dimension; returns the dimension reached."""
+    m = int(h.shape[1])
+    for j in range(have, m):
+        w = apply(basis[:, j : j + 1])[:, 0]
+        before = float(np.linalg.norm(w))
+        for _ in range(2):  # twice is enough
+            coefficients = basis[:, : j + 1].T @ w
+            h[: j + 1, j] += coefficients
+            w = w - basis[:, : j + 1] @ coefficients
+        h[j + 1, j] = np.linalg.norm(w)
+        if h[j + 1, j] <= 1e-14 * max(before, 1e-300):
+            return j + 1
+        basis[:, j + 1] = w / h[j + 1, j]
+    return m
+
+
+def _restart(basis: Array, h: Array, which: str, keep: int) -> int:
+    """Keep the Schur vectors of the Ritz values that are furthest over the rim; returns how many."""
+    m = int(h.shape[1])
+
+    def rank(ritz: Complex) -> Array:
+        value, relevant = _rim(which, ritz)
+        return np.where(relevant, value, value - 10.0)
+
+    threshold = np.sort(rank(np.linalg.eigvals(h[:m, :m]).astype(complex)))[::-1][keep - 1]
+
+    def wanted(real: float, imag: float) -> bool:
+        return bool(rank(np.array([complex(real, imag)]))[0] >= threshold - 1e-9 * abs(threshold))
+
+    t, z, kept = sla.schur(h[:m, :m], output="real", sort=wanted)
+    kept = int(min(max(kept, 1), m - 4))
+    if t[kept, kept - 1] != 0.0:
+        kept -= 1  # never cut a conjugate pair
+    last = h[m, :m] @ z
+    basis[:, :kept] = basis[:, :m] @ z[:, :kept]
+    basis[:, kept] = basis[:, m]
+    h[:] = 0.0
+    h[:kept, :kept] = t[:kept, :kept]
+    h[kept, :kept] = last[:kept]
+    return kept

@@ -187,11 +187,19 @@ class _Solver:
             return self._full()
         if self.order == "random":
             return self._random()
-        if self.cycle.size <= DENSE_SIZE:
+        repeats = len(self.cycle.sequence) > len(self.partition)
+        if self._quotient_size() <= DENSE_SIZE or repeats or not self._invertible():
             dense = DenseSpectrum(self.cycle, *self.problem.complement())
             return self._scan(dense.excess, dense.excess, dense.critical, "dense")
-        krylov = KrylovSpectrum(self.cycle, self.problem.null_space)
-        return self._scan(krylov.signs, krylov.excess, krylov.critical, "krylov")
+        krylov = KrylovSpectrum(self.cycle, problem.solver(), problem.null_space)
+        return self._scan(krylov.signs, krylov.excess, krylov.critical, "krylov", krylov.radius)
+
+    def _quotient_size(self) -> int:
+        return int(self.cycle.size - self.problem.null_space.shape[1])
+
+    def _invertible(self) -> bool:
+        # ker G and ker G^T differ for a singular non-symmetric field, and (M - I)^-1 is not written for that.
+        return self.problem.symmetric or self.problem.null_space.shape[1] == 0
 
     def _full(self) -> StabilityLimit:
         q, largest = self.momentum, self.problem.norm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import scipy.linalg as sla
 import scipy.sparse as sp
 from numpy.typing import ArrayLike, NDArray
-from scipy.sparse.linalg import LinearOperator, aslinearoperator, eigsh
+from scipy.sparse.linalg import LinearOperator, aslinearoperator, cg, eigsh, splu
 
 Array = NDArray[np.float64]
 
@@ -64,6 +65,35 @@ class Quadratic:
         u, s, vt = np.linalg.svd(self.dense)
         keep = s > TOLERANCE * self.norm
         return vt[keep].T, u[:, keep] * s[keep]
+
+    def solver(self) -> Callable[[Array], Array]:
+        """z -> x with G x = z, for columns z in the range of G; x in the complement of ker G (symmetric G)."""
+        if self.null_space.shape[1]:
+            if self.n > DENSE_SIZE:
+                return self._conjugate_gradients
+            values, vectors = self.spectrum
+            keep = np.abs(values) > TOLERANCE * self.norm
+            v, inverse = vectors[:, keep], 1 / values[keep]
+            return lambda z: np.asarray(v @ (inverse[:, None] * (v.T @ z)))
+        if is_sparse(self.matrix):
+            factor = splu(self.matrix.tocsc())
+            return lambda z: np.asarray(factor.solve(z))
+        if not isinstance(self.matrix, np.ndarray):
+            return self._conjugate_gradients
+        if self.symmetric:
+            cholesky = sla.cho_factor(self.matrix, check_finite=False)
+            return lambda z: np.asarray(sla.cho_solve(cholesky, z, check_finite=False))
+        lu = sla.lu_factor(self.matrix, check_finite=False)
+        return lambda z: np.asarray(sla.lu_solve(lu, z, check_finite=False))
+
+    def _conjugate_gradients(self, z: Array) -> Array:
+        columns = []
+        for column in z.T:
+            x, failed = cg(self.matrix, column, rtol=1e-12, maxiter=20 * self.n)
+            if failed:
+                raise ArithmeticError(f"a solve with A did not converge in {20 * self.n} products")
+            columns.append(x)
+        return np.column_stack(columns)
 
     def positive_part(self) -> Array:
         """A with its negative eigenvalues put to 0."""
