@@ -103,3 +103,25 @@ Proof.
     eapply Rle_trans; [apply nrm_triangle|].
     apply Rplus_le_compat; apply nrm_le_of_sq; assumption.
 Qed.
+
+(* The same over K cycles of p steps, each cycle bounded by its own sums. *)
+Lemma minkowski_cycles (s u v : nat -> R) p K c G E : 0 <= c -> 0 <= G -> 0 <= E ->
+  (forall k, 0 <= s k <= sqrt (psum (fun i => u (k * p + i)%nat ^ 2) p)
+                         + c * sqrt (psum (fun i => v (k * p + i)%nat ^ 2) p)) ->
+  psum (fun t => u t ^ 2) (K * p) <= G ^ 2 -> psum (fun t => v t ^ 2) (K * p) <= E ^ 2 ->
+  psum (fun k => s k ^ 2) K <= (G + c * E) ^ 2.
+Proof.
+  intros Hc HG HE H HU HV.
+  assert (pos : forall (a : nat -> R) k, 0 <= psum (fun i => a (k * p + i)%nat ^ 2) p)
+    by (intros; apply psum_nonneg; intros; apply pow2_ge_0).
+  apply (minkowski K _ (fun k => sqrt (psum (fun i => u (k * p + i)%nat ^ 2) p))
+    (fun k => c * sqrt (psum (fun i => v (k * p + i)%nat ^ 2) p))); try assumption.
+  - apply Rmult_le_pos; assumption.
+  - intros k _. apply H.
+  - rewrite (psum_ext _ _ _ (fun k _ => pow2_sqrt _ (pos u k))).
+    rewrite <- (psum_cycles (fun t => u t ^ 2)). exact HU.
+  - rewrite (psum_ext _ (fun k => c ^ 2 * psum (fun i => v (k * p + i)%nat ^ 2) p))
+      by (intros k _; rewrite Rpow_mult_distr, pow2_sqrt by apply (pos v); reflexivity).
+    rewrite psum_scal, (Rpow_mult_distr _ E). apply Rmult_le_compat_l; [apply pow2_ge_0|].
+    rewrite <- (psum_cycles (fun t => v t ^ 2)). exact HV.
+Qed.
