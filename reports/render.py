@@ -231,7 +231,7 @@ def _arms(run: Run) -> Table:
                 ", ".join(f"{n} {what}" for what, n in status.items()),
             ]
         )
-    columns = ["arm", "backward", "idle", "schedule", "learning rate", "final held-out loss, mean", "seeds"]
+    columns = ["arm", "backward", "idle", "schedule", "learning rate", "final held-out loss", "seeds"]
     return Table(columns, rows)
 
 

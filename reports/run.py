@@ -118,9 +118,12 @@ def load_run(folder: RunFolder | Path | str) -> Run:
         evidence(MemoryEvidence, "memory"), missing,
     )  # fmt: skip
     for arm in config.arms:
-        for outcome in run.outcomes(arm.name):
-            if outcome.status in ("missing", "unfinished"):
-                missing.append(f"arm {arm.name}, seed {outcome.seed}: {outcome.status}")
+        for status in ("missing", "unfinished"):
+            seeds = [str(outcome.seed) for outcome in run.outcomes(arm.name) if outcome.status == status]
+            if seeds:
+                missing.append(
+                    f"arm {arm.name}, seed{'s' if len(seeds) > 1 else ''} {', '.join(seeds)}: {status}"
+                )
     return run
 
 

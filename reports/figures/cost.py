@@ -25,7 +25,8 @@ def speed_plot(run: Run) -> Plot | None:
 
     def draw(narrow: bool) -> Figure:
         figure, axes = panels(narrow, len(modes), 2.9, 2.2)
-        top = max(max(row.measured, row.predicted or 0.0) for row in rows)
+        tops = [max(row.measured, row.predicted or 0.0) for row in rows]
+        top = max([*tops, *(span[1] for row in rows if (span := bounds(row.repeats)))])
         for axis, mode in zip(axes, modes, strict=True):
             mine = [row for row in rows if row.mode == mode]
             for x, row in enumerate(mine):

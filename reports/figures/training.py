@@ -107,7 +107,7 @@ def loss_plot(run: Run) -> Plot | None:
     )
     return Plot(
         "loss", "Loss by arm",
-        f"Mean over {count(len(run.config.seeds), 'seed')}; bands: range over seeds. Dashed controls have the colour "
+        f"Mean over the seeds that ran ({count(len({c['seed'] for c in curves}), 'seed')}); bands: their range. Dashed controls have the colour "
         f"of the arm they are compared with.{clipped}{note}",
         "Training and held-out loss against optimiser steps, one curve an arm; numbers in the table below.",
         {"window": window, "curves": curves},

@@ -59,7 +59,7 @@ def _law_part(run: Run) -> Part:
 
 
 def _equivalence_part(run: Run, idle: str, rule: str) -> Part:
-    name = f"equivalence, {idle} (T9)"
+    name = f"{idle} equivalence (T9)"
     arm, control = run.arm_like("exact", idle), run.arm_like("full", rule=rule)
     full = run.arm_like("full")
     if arm is None or control is None or full is None:
@@ -151,7 +151,7 @@ def movement_ratios(run: Run, arm: str) -> list[list[float]]:
 
 
 def _movement_part(run: Run, idle: str) -> Part:
-    name = f"movement, {idle} (T9)"
+    name = f"{idle} movement (T9)"
     arm = run.arm_like("exact", idle)
     identifier = f"movement/{idle}/ratio"
     ratios = movement_ratios(run, arm) if arm else []
@@ -202,9 +202,12 @@ def judge_idle(run: Run, claim: Claim) -> tuple[Judgement, Judgement]:
     movement = tuple(_movement_part(run, idle) for idle in ("momentum", "frozen"))
     parts = (law, *pairs, *movement)
     verdict = combine([part.verdict for part in parts])
-    decided = [f"{part.name} {part.verdict}" for part in parts if part.verdict != "supported"]
-    supported = f"{len(parts) - len(decided)} of {len(parts)} parts supported"
-    others = f" ({'; '.join(decided)})" if decided else ""
+    supported = f"{sum(part.verdict == 'supported' for part in parts)} of {len(parts)} parts supported"
+    others = "".join(
+        f", {other}: {' and '.join(names)}"
+        for other in ("refuted", "inconclusive")
+        if (names := [part.name for part in parts if part.verdict == other])
+    )
     law_words = "no idle tensor was checked"
     if law.effect is not None:
         law_words = f"T6 holds to {significant(law.effect)}" if law.verdict != "refuted" else "T6 is violated"
@@ -237,7 +240,7 @@ def _paper(run: Run, claim: Claim, law: Part) -> Judgement:
         verdict = "supported"
     assert decision.effect is not None
     bounds = f", 95 % interval {_percents(decision.interval)}" if decision.interval else ""
-    few = f" ({decision.why})" if decision.n < SEEDS_NEEDED else ""
+    few = f" ({SEEDS_NEEDED} needed)" if decision.n < SEEDS_NEEDED else ""
     return make(
         verdict=verdict,
         reason=f"Under idle momentum {percent(decision.effect)} of the path of the adapters is made by idle layers"

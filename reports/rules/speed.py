@@ -83,7 +83,7 @@ def _paper(run: Run, claim: Claim, rows: list[Speed]) -> Judgement:
     if reached:
         tail = f"reached at p = {row.cycle_length} with a 95 % interval of {interval(decision.interval, 2)}"
     elif decision.n < SEEDS_NEEDED:
-        tail = f"not decided, {decision.why or f'{SEEDS_NEEDED} repeats needed'}"
+        tail = f"not decided ({SEEDS_NEEDED} needed)"
     else:
         tail = "not reached on this model with its 95 % interval, which leaves other models open"
     shown = f"; dequantisation {percent(share)} of backward (paper: 32 to 42 %)" if share is not None else ""

@@ -243,14 +243,14 @@ def test_c2_law_needs_both_policies(tmp_path):
 )  # fmt: skip
 def test_c2_equivalence(tmp_path, gap, noise, expected):
     ours = verdict(build(tmp_path, Truth(gap=gap, seed_noise=noise)), "C2").ours
-    for name in ("equivalence, momentum", "equivalence, frozen"):
+    for name in ("momentum equivalence", "frozen equivalence"):
         piece = part(ours, name)
         assert piece.verdict == expected, piece.reason
         assert piece.n == 3 and piece.interval is not None
     assert ours.verdict == expected
     if abs(gap) == 0.2:
-        assert part(ours, "equivalence, momentum").effect == pytest.approx(gap, abs=0.03)
-        assert (" less than that of" in part(ours, "equivalence").reason) == (gap < 0)
+        assert part(ours, "momentum equivalence").effect == pytest.approx(gap, abs=0.03)
+        assert (" less than that of" in part(ours, "momentum equivalence").reason) == (gap < 0)
 
 
 def test_c2_equivalence_is_paired_by_seed(tmp_path):
@@ -258,7 +258,7 @@ def test_c2_equivalence_is_paired_by_seed(tmp_path):
     folder = build(tmp_path)
     run = load_run(folder)
     drops = [run.outcome("exact-momentum", seed).drop for seed in (0, 1, 2)]
-    piece = part(judge(run, ["C2"]).verdicts[0].ours, "equivalence")
+    piece = part(judge(run, ["C2"]).verdicts[0].ours, "momentum equivalence")
     assert max(drops) - min(drops) > 0.02
     assert piece.interval[1] - piece.interval[0] < 0.04 and piece.verdict == "supported"
 
@@ -270,11 +270,11 @@ def test_c2_equivalence_is_paired_by_seed(tmp_path):
 )  # fmt: skip
 def test_c2_movement(tmp_path, ratio, momentum, frozen):
     ours = verdict(build(tmp_path, Truth(movement=ratio)), "C2").ours
-    found = part(ours, "movement, momentum")
+    found = part(ours, "momentum movement")
     # At the predicted bound itself scatter decides which means fall inside; it is never a refutation.
     assert found.verdict == momentum or (ratio == 0.5 and found.verdict == "supported")
     if frozen:
-        assert part(ours, "movement, frozen").verdict == frozen
+        assert part(ours, "frozen movement").verdict == frozen
     assert found.effect == pytest.approx(ratio, rel=0.05)
 
 
@@ -293,7 +293,7 @@ def test_c2_diverged_and_missing_arms_are_named(tmp_path):
     assert run.outcome("full-eta-over-p", 2).status == "missing"
     assert run.outcome("full", 1).status == "unfinished" and run.outcome("full", 0).status == "done"
     ours = judge(run, ["C2"]).verdicts[0].ours
-    frozen = part(ours, "equivalence, frozen")
+    frozen = part(ours, "frozen equivalence")
     assert frozen.verdict == "inconclusive" and frozen.n == 1
     assert "seed 1: full unfinished" in frozen.reason and "seed 2: full-eta-over-p missing" in frozen.reason
     assert "arm full-eta-over-p, seed 2: missing" in judge(run).missing
