@@ -70,21 +70,23 @@ def loss_plot(run: Run) -> Plot | None:
             if not mine:
                 continue
             smooth = [_moving_mean(curve["training_loss"], window) for curve in mine]
-            shortest = min(map(len, smooth))
-            if shortest:
-                stack = np.array([values[:shortest] for values in smooth])
-                steps = np.arange(1, shortest + 1)
-                left.plot(steps, stack.mean(axis=0), color=look.colour, ls=look.line, lw=1.4)
-                left.fill_between(
-                    steps, stack.min(axis=0), stack.max(axis=0), color=look.colour, alpha=0.10, lw=0
+            longest = max(map(len, smooth))
+            if longest:
+                # Seeds that stopped early leave the mean; the others go on.
+                stack = np.ma.masked_invalid([v + [math.nan] * (longest - len(v)) for v in smooth])
+                steps = np.arange(1, longest + 1)
+                mean, low, high = (
+                    np.ma.filled(f(stack, axis=0), np.nan) for f in (np.ma.mean, np.ma.min, np.ma.max)
                 )
+                left.plot(steps, mean, color=look.colour, ls=look.line, lw=1.4)
+                left.fill_between(steps, low, high, color=look.colour, alpha=0.10, lw=0)
             here = [(t, at(arm.name, t)) for t in times]
             here = [(t, values) for t, values in here if values]
             xs = [t for t, _ in here]
             means = [float(np.mean(values)) for _, values in here]
             right.plot(xs, means, color=look.colour, ls=look.line, marker=look.marker, label=arm.name)
-            low, high = [min(values) for _, values in here], [max(values) for _, values in here]
-            right.fill_between(xs, low, high, color=look.colour, alpha=0.10, lw=0)
+            lows, highs = [min(values) for _, values in here], [max(values) for _, values in here]
+            right.fill_between(xs, lows, highs, color=look.colour, alpha=0.10, lw=0)
             top = max([top, *means])
         left.set_title(f"Training loss, mean of the last {window} steps")
         right.set_title("Held-out loss")
@@ -98,6 +100,7 @@ def loss_plot(run: Run) -> Plot | None:
         legend(figure, right, 4, narrow)
         return figure
 
+    ran = len({curve["seed"] for curve in curves})
     unlike = [curve for curve in curves if curve["status"] != "done"]
     note = ""
     if unlike:
@@ -107,7 +110,7 @@ def loss_plot(run: Run) -> Plot | None:
     )
     return Plot(
         "loss", "Loss by arm",
-        f"Mean over the seeds that ran ({count(len({c['seed'] for c in curves}), 'seed')}); bands: their range. Dashed controls have the colour "
+        f"Mean over the seeds that ran ({count(ran, 'seed')}); bands: their range. Dashed controls have the colour "
         f"of the arm they are compared with.{clipped}{note}",
         "Training and held-out loss against optimiser steps, one curve an arm; numbers in the table below.",
         {"window": window, "curves": curves},
