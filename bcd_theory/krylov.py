@@ -27,7 +27,7 @@ from bcd_theory.inverse_cycle import InverseCycle
 Complex = NDArray[np.complex128]
 
 # The two searches overlap: M - I answers for |nu| > FAR, its inverse for |nu| < NEAR.
-FAR, NEAR = 0.25, 0.4
+FAR, NEAR = 0.8, 1.0
 # A Ritz value closer to the rim than this has to converge before a verdict.
 RIM = {"far": 0.02, "near": 0.05, "slow": np.inf}
 
@@ -171,7 +171,10 @@ class KrylovSpectrum:
                 if best > -np.inf and not converged[top]:
                     top = int(np.argmax(np.where(converged & relevant, value, -np.inf)))
                 return Found(float(value[top]), basis[:, :length] @ y[:, top], bool(clear), restart)
-            have = _restart(basis, h, which, keep)
+            try:
+                have = _restart(basis, h, which, keep)
+            except np.linalg.LinAlgError:
+                return None  # Ritz values too ill-conditioned to be reordered: a larger space
         return None
 
     def _remember(

@@ -12,13 +12,13 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import brentq, minimize_scalar
 
 from bcd_theory.cycle import Array, CycleMap, block_rows, growth, quotient_matrix
 from bcd_theory.krylov import KrylovSpectrum
 from bcd_theory.mean_square import SymmetricMeanSquare, general_radius
 from bcd_theory.partition import Partition, as_partition
 from bcd_theory.quadratic import TOLERANCE, Quadratic, analyse, top_eigenpair
+from bcd_theory.scan import scan
 
 Order = Literal["cyclic", "full", "random"]
 
@@ -107,7 +107,9 @@ def stability_limit(
     (the
                     determinant of the cycle, prod |1 - eta lambda(A_ii)|, must be below 1); with momentum:
                     3 times the uncoupled limit of the least curved block
-    scan_points     learning rates in the scan
+    scan_points     learning rates in the scan (default 100 to 400, or steps of a tenth for states of more
+    than
+                    DENSE_SIZE numbers): a window narrower than their distance can be missed
 
     An eigenvalue of A below -1e-10 |A| is a saddle: learning_rate 0, `positive_part_limit` beside it. One
     between -1e-10 |A| and 1e-10 |A| counts as 0. Raises ValueError for an asymmetric A and for inconsistent
@@ -153,12 +155,17 @@ class _Solver:
         self.scan_to, self.scan_points = scan_to, scan_points
         self.gain = 1.0 if normalisation == "heavy-ball" else 1.0 - self.momentum
         self.order, self.partition, sequence = resolve_order(order, blocks, problem.n)
-        self.blocks = [problem.block(b) for b in self.partition.arrays()]
-        if problem.symmetric:
-            self.block_spectra = [np.linalg.eigvalsh((b + b.T) / 2).astype(complex) for b in self.blocks]
-        else:
-            self.block_spectra = [np.linalg.eigvals(b).astype(complex) for b in self.blocks]
-        self.block_smoothness = tuple(float(np.linalg.norm(b, 2)) for b in self.blocks)
+        self.block_smoothness: tuple[float, ...] = (problem.norm,)
+        self.block_spectra: list[NDArray[np.complex128]] = []
+        if len(self.partition) > 1:
+            parts = [problem.block(b) for b in self.partition.arrays()]
+            if problem.symmetric:
+                spectra: list[NDArray[Any]] = [np.linalg.eigvalsh((b + b.T) / 2) for b in parts]
+                self.block_smoothness = tuple(float(np.max(np.abs(s))) for s in spectra)
+            else:
+                spectra = [np.linalg.eigvals(b) for b in parts]
+                self.block_smoothness = tuple(float(np.linalg.norm(b, 2)) for b in parts)
+            self.block_spectra = [s.astype(complex) for s in spectra]
         self.cycle = CycleMap(
             self.partition,
             block_rows(problem.matrix, self.partition),
@@ -294,9 +301,9 @@ class _Solver:
         radius: Callable[[float], float] | None = None,
     ) -> StabilityLimit:
         start, stop = self._range()
-        points = self.scan_points or _default_points(method, self.cycle.size)
         if self.scan_to is not None:
             start = min(start, self.scan_to / 2)
+        points = self.scan_points or _default_points(method, self.cycle.size, stop / start)
         intervals, stop = scan(
             rough, excess, start, stop, points, self.scan_to is None, near_misses=method == "dense"
         )
@@ -312,7 +319,8 @@ class _Solver:
         if limit >= stop:
             text = f"stable up to the end of the scan ({stop:.6g})"
             return self._result(limit, intervals, "not bracketed", text, method, radius=radius, stop=stop)
-        mu, mode = critical(limit) if critical else (complex(1.0), None)
+        # Just beyond the limit: at an eigenvalue +1 (singular A only) (M - I)^-1 does not exist.
+        mu, mode = critical(limit * (1 + 1e-9)) if critical else (complex(1.0), None)
         text = f"stable on (0, {limit:.10g})"
         if len(intervals) > 1:
             text += " and again on " + ", ".join(f"({a:.6g}, {b:.6g})" for a, b in intervals[1:])
@@ -334,7 +342,9 @@ class _Solver:
         if self.scan_to is not None:
             return start * unit, self.scan_to
         positive = [s for s in self.block_smoothness if s > TOLERANCE * self.problem.norm]
-        if beta == 0.0 and self.order != "random":
+        if self.order == "full":
+            stop = 4 * (1 + beta) / ((1 - beta) * self.problem.norm)
+        elif beta == 0.0 and self.order != "random":
             stop = self._determinant_limit(start)
         else:
             p = len(self.cycle.sequence) if self.idle == "momentum" and self.order != "random" else 1
@@ -415,69 +425,11 @@ class DenseSpectrum:
         return quotient_matrix(self.cycle, np.asarray(etas), self.basis, self.image)
 
 
-def scan(
-    rough: Callable[[Array], Array],
-    excess: Callable[[Array], Array],
-    start: float,
-    stop: float,
-    points: int,
-    extend: bool,
-    near_misses: bool,
-) -> tuple[tuple[tuple[float, float], ...], float]:
-    """Stable intervals in (0, stop] of excess < 0: a geometric grid, its near misses, bracketed roots.
-
-    rough    the sign of the excess, and its size where that is cheap: for the grid
-    extend   whether to double stop until something is unstable
-    Returns (intervals, stop).
-    """
-    grid = np.geomspace(start, stop, points)
-    values = rough(grid)
-    while extend and np.all(values < 0) and stop < 1e12 * start:
-        more = np.geomspace(stop, 2 * stop, max(points // 4, 8))[1:]
-        grid, values, stop = np.concatenate([grid, more]), np.concatenate([values, rough(more)]), 2 * stop
-    if near_misses:
-        grid, values = _near_misses(excess, grid, values)
-
-    def scalar(eta: float) -> float:
-        return float(excess(np.array([eta]))[0])
-
-    edges = [0.0] if values[0] < 0 else []
-    for i in range(len(grid) - 1):
-        if (values[i] < 0) != (values[i + 1] < 0):
-            edges.append(float(brentq(scalar, grid[i], grid[i + 1], xtol=1e-12 * grid[i], rtol=1e-12)))
-    if len(edges) % 2:
-        edges.append(float(stop))
-    return tuple(zip(edges[::2], edges[1::2], strict=True)), float(stop)
-
-
-def _near_misses(excess: Callable[[Array], Array], grid: Array, values: Array) -> tuple[Array, Array]:
-    """Add the extrema between grid points that come close to 0 from either side: a window may hide there."""
-    rising = np.sign(np.diff(values))
-    candidates = [
-        i
-        for i in range(1, len(grid) - 1)
-        if rising[i - 1] != rising[i] and (rising[i - 1] > 0) == (values[i] < 0) and abs(values[i]) < 0.5
-    ]
-    candidates.sort(key=lambda i: abs(values[i]))
-    extra, found = [], []
-    for i in candidates[:12]:
-        sign = -1.0 if values[i] < 0 else 1.0
-        best = minimize_scalar(
-            lambda eta, sign=sign: sign * float(excess(np.array([eta]))[0]),
-            bounds=(grid[i - 1], grid[i + 1]),
-            method="bounded",
-            options={"xatol": 1e-6 * grid[i], "maxiter": 30},
-        )
-        extra.append(float(best.x))
-        found.append(sign * float(best.fun))
-    order = np.argsort(np.concatenate([grid, extra]), kind="stable")
-    return np.concatenate([grid, extra])[order], np.concatenate([values, found])[order]
-
-
-def _default_points(method: str, size: int) -> int:
+def _default_points(method: str, size: int, ratio: float) -> int:
     if method == "dense":
         return 400 if size <= 24 else 200 if size <= 48 else 100
-    return 48 if method == "mean-square" else 32
+    # Large problems: steps of a tenth.
+    return int(np.clip(np.log(ratio) / np.log(1.1), 12, 48))
 
 
 def resolve_order(
