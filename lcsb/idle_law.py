@@ -1,7 +1,8 @@
 """Checks the implicit update of idle layers against its closed form while a run goes on (claim C2; T6, T6b).
 
-The optimiser's moments are copied when a layer leaves the selection; from then on the closed form says where each of
-its tensors goes, and the real float32 parameters are held against it at every step.
+When a layer leaves the selection, its parameters and the optimiser's moments are copied. From then on the closed form
+says where each of its tensors is after k idle steps, x_{s+k} - x_s, and the real float32 parameters are held against
+it at every step.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ FLOAT32_ROUNDING = 2.0**-24  # relative error of rounding to nearest
 
 @dataclass
 class _Departure:
-    """Moments of one tensor after its last step as a selected one, and the steps its optimiser state counted."""
+    """One tensor after its last step as a selected one, and the closed form's displacement since then (float64)."""
 
+    parameter: np.ndarray
+    displacement: np.ndarray
     first_moment: np.ndarray
     second_moment: np.ndarray
     step_count: int
@@ -31,7 +34,8 @@ class _Departure:
 
 
 def _float64(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.detach().cpu().double().numpy()
+    """A copy, also of what is float64 on the CPU already."""
+    return tensor.detach().to("cpu", torch.float64, copy=True).numpy()
 
 
 class IdleLaw:
@@ -49,41 +53,40 @@ class IdleLaw:
         self._adapters, self._optimizer, self._idle = adapters, optimizer, idle
         self._group = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         self._departures: dict[str, _Departure] = {}
-        self._before: dict[str, np.ndarray] = {}
 
     def before_step(self, selected: Sequence[int]) -> None:
-        """Note the idle tensors' values, and the moments of those that have just become idle."""
-        self._before.clear()
+        """Note the state of the tensors that have just become idle, and forget those that are selected."""
         chosen = set(selected)
         for index, group in enumerate(self._adapters):
             for name, parameter in group.items():
                 if index in chosen:
                     self._departures.pop(name, None)
-                    continue
-                self._before[name] = _float64(parameter)
-                if self._idle == "momentum" and name not in self._departures:
+                elif name not in self._departures:
                     self._departures[name] = self._departure(parameter)
 
     def _departure(self, parameter: nn.Parameter) -> _Departure:
+        x = _float64(parameter)
         state: dict[str, Any] = self._optimizer.state.get(parameter, {})
         if not state:  # never stepped: the moments are zero
-            zero = np.zeros(tuple(parameter.shape))
-            return _Departure(zero, zero, 0)
-        # Kept in float64: the optimiser overwrites its own tensors.
-        return _Departure(_float64(state["exp_avg"]), _float64(state["exp_avg_sq"]), int(state["step"]))
+            return _Departure(x, np.zeros_like(x), np.zeros_like(x), np.zeros_like(x), 0)
+        # Copied: the optimiser overwrites its own tensors.
+        moments = _float64(state["exp_avg"]), _float64(state["exp_avg_sq"])
+        return _Departure(x, np.zeros_like(x), *moments, int(state["step"]))
 
     def after_step(self, t: int) -> dict[str, Any] | None:
         """A `law` row for metrics.jsonl, or None if no tensor was idle."""
-        if not self._before:
+        if not self._departures:
             return None
         parameters = {name: p for group in self._adapters for name, p in group.items()}
         if self._idle == "frozen":
-            moved = sum(not np.array_equal(_float64(parameters[n]), x) for n, x in self._before.items())
-            return {"kind": "law", "t": t, "checked": len(self._before), "moved": moved}
+            moved = sum(
+                not np.array_equal(_float64(parameters[name]), departure.parameter)
+                for name, departure in self._departures.items()
+            )
+            return {"kind": "law", "t": t, "checked": len(self._departures), "moved": moved}
         worst, worst_tensor, rounding, violations = 0.0, None, 0, 0
-        for name, before in self._before.items():
-            parameter = parameters[name]
-            error, predicted, limit = self._deviation(name, parameter, before)
+        for name, departure in self._departures.items():
+            error, predicted, limit = self._deviation(departure, parameters[name])
             if predicted < limit:
                 rounding += 1
                 violations += error > limit
@@ -95,31 +98,30 @@ class IdleLaw:
         return {
             "kind": "law",
             "t": t,
-            "checked": len(self._before),
+            "checked": len(self._departures),
             "worst": worst,
             "worst_tensor": worst_tensor,
             "within_rounding": rounding,
             "violations": int(violations),
         }
 
-    def _deviation(
-        self, name: str, parameter: nn.Parameter, before: np.ndarray
-    ) -> tuple[float, float, float]:
-        """|recorded - predicted|_2, |predicted|_2 and 100 float32 roundings of x, for one tensor at one idle step."""
-        departure, group = self._departures[name], self._group[id(parameter)]
+    def _deviation(self, departure: _Departure, parameter: nn.Parameter) -> tuple[float, float, float]:
+        """|recorded - predicted|_2, |predicted|_2 and 100 float32 roundings of x, for one tensor's displacement."""
+        group = self._group[id(parameter)]
         departure.idle_steps += 1
-        predicted = idle_step(
+        departure.displacement += idle_step(
             "adamw",
             k=departure.idle_steps,
             first_moment=departure.first_moment,
             second_moment=departure.second_moment,
-            parameter=before,
+            parameter=departure.parameter + departure.displacement if group["weight_decay"] else None,
             step_count=departure.step_count,
             learning_rate=group["lr"],
             betas=group["betas"],
             eps=group["eps"],
             weight_decay=group["weight_decay"],
         )
-        recorded = _float64(parameter) - before
-        limit = LAW_ROUNDINGS * FLOAT32_ROUNDING * float(np.linalg.norm(before))
-        return float(np.linalg.norm(recorded - predicted)), float(np.linalg.norm(predicted)), limit
+        recorded = _float64(parameter) - departure.parameter
+        error = float(np.linalg.norm(recorded - departure.displacement))
+        limit = LAW_ROUNDINGS * FLOAT32_ROUNDING * float(np.linalg.norm(departure.parameter))
+        return error, float(np.linalg.norm(departure.displacement)), limit
