@@ -24,8 +24,16 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lcsb.branches import (
+    IdentityPath,
+    OnceDifferentiable,
+    detached_attention,
+    on_hidden,
+    shadowed_forward,
+    without_adapter_gradients,
+)
 from lcsb.config import LCSBConfig
-from lcsb.layers import attention_module, decoder_layers
+from lcsb.layers import decoder_layers
 from lcsb.optim import check_optimizer, set_idle_gradients
 
 Role = Literal["selected", "exact", "identity", "mlp", "below"]
@@ -75,119 +83,6 @@ def plan_roles(
     return ["selected" if i in chosen else idle if i > lowest else "below" for i in range(n_layers)]
 
 
-def _refuse_double_backward() -> None:
-    # In backward, grad mode is on exactly when the caller asked for create_graph=True.
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "double backward through an identity or mlp branch: its field is not the gradient of a loss, so a second "
-            "derivative taken this way is wrong (T7); use mode exact or full, or difference the field"
-        )
-
-
-class _IdentityPath(torch.autograd.Function):
-    """Value `output`, Jacobian the identity with respect to `hidden`; bit-exact, unlike h + (out - h)."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        _refuse_double_backward()
-        return grad, None
-
-
-class _OnceDifferentiable(torch.autograd.Function):
-    """The identity, which refuses a second differentiation."""
-
-    @staticmethod
-    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        _refuse_double_backward()
-        return grad
-
-
-def _on_hidden(output: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Apply `function` to the hidden state in a layer's output (a tensor, or a tuple that starts with it)."""
-    if isinstance(output, tuple):
-        return (function(output[0]), *output[1:])
-    return function(output)
-
-
-@contextlib.contextmanager
-def _shadowed_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """`module.forward` replaced for the duration, on the instance; an earlier instance attribute comes back."""
-    missing = object()
-    before = module.__dict__.get("forward", missing)
-    module.forward = forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        if before is missing:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = before
-
-
-@contextlib.contextmanager
-def _without_adapter_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Operations recorded inside do not differentiate with respect to `parameters`.
-
-    The flag is put back at once: outside a forward pass every adapter counts as trainable, for optimisers, for
-    Trainer and for the user.
-    """
-    for parameter in parameters:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in parameters:
-            parameter.requires_grad_(True)
-
-
-class _DetachedAttention:
-    """Runs an attention module without a graph, and only once: a recompute gets the first run's output.
-
-    The state of the random generators after attention is kept beside it, so that dropout further up the layer draws
-    the same numbers in the recompute.
-    """
-
-    def __init__(self, forward: Callable[..., Any], keep: bool) -> None:
-        self._forward, self._keep = forward, keep
-        self._kept: tuple[Any, torch.Tensor, torch.Tensor | None] | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._kept is not None:
-            output, cpu_state, cuda_state = self._kept
-            torch.set_rng_state(cpu_state)
-            if cuda_state is not None:
-                torch.cuda.set_rng_state(cuda_state)
-            return output
-        with torch.no_grad():
-            output = self._forward(*args, **kwargs)
-        if self._keep:
-            first = output[0] if isinstance(output, tuple) else output
-            cuda_state = torch.cuda.get_rng_state(first.device) if first.is_cuda else None
-            self._kept = (output, torch.get_rng_state(), cuda_state)
-        return output
-
-
-def detached_attention(
-    layer: nn.Module, keep: bool = False
-) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """A factory of contexts inside which `layer`'s attention branch leaves no graph (mode mlp).
-
-    Args:
-        keep: the first context's attention output is reused in later ones (recompute).
-    """
-    attention = attention_module(layer)
-    detached = _DetachedAttention(attention.forward, keep)
-    return lambda: _shadowed_forward(attention, detached)
-
-
 def _switch_off_recompute(model: nn.Module, stack: contextlib.ExitStack) -> bool:
     """Switch the model's own recompute off until `stack` closes; returns whether it was on."""
     on = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
@@ -232,6 +127,7 @@ class SelectiveBackward:
     """
 
     def __init__(self, model: nn.Module, config: LCSBConfig, seed: int = 0, t: int = 0) -> None:
+        _refuse_other_adapters(model)
         self.model, self.config, self.t = model, config, t
         self.layers = decoder_layers(model, config.layers)
         self.adapters, self.outer = _trainable_by_layer(model, self.layers)
@@ -261,7 +157,7 @@ class SelectiveBackward:
             for index, layer in enumerate(self.layers):
                 original = layer.forward
                 self._forwards.append(original)
-                stack.enter_context(_shadowed_forward(layer, self._layer_forward(index)))
+                stack.enter_context(shadowed_forward(layer, self._layer_forward(index)))
             for configuration in _configurations(self.model):
                 # A key/value cache is of no use in training and is filled twice by a recompute.
                 stack.callback(setattr, configuration, "use_cache", configuration.use_cache)
@@ -431,7 +327,7 @@ class SelectiveBackward:
         parameters = tuple(self.adapters[index].values())
 
         def without_adapters(hidden: torch.Tensor) -> Any:
-            with _without_adapter_gradients(parameters):
+            with without_adapter_gradients(parameters):
                 return run(hidden)
 
         return self._with_recompute(without_adapters, hidden)
@@ -439,7 +335,7 @@ class SelectiveBackward:
     def _run_identity(self, index: int, run: Callable[[torch.Tensor], Any], hidden: torch.Tensor) -> Any:
         with torch.no_grad():
             output = run(hidden)
-        return _on_hidden(output, lambda value: _IdentityPath.apply(hidden, value))
+        return on_hidden(output, lambda value: IdentityPath.apply(hidden, value))
 
     def _run_mlp(self, index: int, run: Callable[[torch.Tensor], Any], hidden: torch.Tensor) -> Any:
         attention = detached_attention(self.layers[index], keep=self.recompute)
@@ -448,7 +344,15 @@ class SelectiveBackward:
             with attention():
                 return run(hidden)
 
-        return _on_hidden(self._run_exact(index, without_attention, hidden), _OnceDifferentiable.apply)
+        return on_hidden(self._run_exact(index, without_attention, hidden), OnceDifferentiable.apply)
+
+
+def _refuse_other_adapters(model: nn.Module) -> None:
+    """LoRA, rsLoRA and DoRA have their parameters inside the layers, which is what a block is made of."""
+    for name, settings in (getattr(model, "peft_config", None) or {}).items():
+        kind = getattr(settings.peft_type, "value", settings.peft_type)
+        if kind != "LORA":
+            raise ValueError(f"adapter {name!r} is of PEFT type {kind}, expected LORA (LoRA, rsLoRA or DoRA)")
 
 
 def _trainable_by_layer(

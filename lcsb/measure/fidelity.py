@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from bcd_theory.predict import SURROGATE_MODES, Fidelity, Layout
+from lcsb.branches import detached_attention
 from lcsb.config import LCSBConfig
-from lcsb.selective import SelectiveBackward, detached_attention, selective_backward, without_recompute
+from lcsb.selective import SelectiveBackward, selective_backward, without_recompute
 
 Gradients = list[dict[str, torch.Tensor]]  # one dict (parameter name -> gradient) a layer
 

@@ -225,7 +225,7 @@ def test_backward_work(family, backward, hook_on_again):
             i for i, group in enumerate(lcsb.adapters) if any(p.grad is not None for p in group.values())
         }
         attention = {
-            i: [n for n, m in model.named_modules() if m is attention_module(layer)][0]
+            i: next(n for n, m in model.named_modules() if m is attention_module(layer))
             for i, layer in enumerate(lcsb.layers)
         }
     assert graded == set(selected)
@@ -397,6 +397,33 @@ def test_nested_contexts_are_refused():
 def test_no_adapters_is_refused():
     with pytest.raises(ValueError, match="attach LoRA"):
         selective_backward(tiny.llama().requires_grad_(False), LCSBConfig())
+
+
+@pytest.mark.parametrize("backward", ["exact", "identity", "mlp"])
+@pytest.mark.parametrize("variant", ["use_rslora", "use_dora"])
+def test_rslora_and_dora(variant, backward):
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False, **{variant: True})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = get_peft_model(tiny.llama(dtype=torch.float64), config)
+    batch = tiny.batch(model)
+    found, _, selected = engine_gradients(model, batch, LCSBConfig(backward, layers_per_step=2))
+    truth, _ = reference.gradients(model, batch, backward, selected)
+    if variant == "use_dora":
+        assert any("magnitude" in name for name in found)
+    assert largest_difference(found, truth) < 1e-10
+
+
+def test_other_adapters_are_refused_by_name():
+    from peft import IA3Config, get_peft_model
+
+    model = get_peft_model(
+        tiny.llama(), IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+    )
+    with pytest.raises(ValueError, match="IA3, expected LORA"):
+        selective_backward(model, LCSBConfig())
 
 
 def test_layers_without_adapters_leave_the_cycle():
