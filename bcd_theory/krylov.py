@@ -33,7 +33,7 @@ RIM = {"far": 0.02, "near": 0.05, "slow": np.inf}
 
 
 # (dimension, vectors kept at a restart, restarts) of the Krylov spaces tried in turn.
-SPACES = ((48, 16, 5), (96, 40, 5), (192, 90, 6), (384, 180, 12))
+SPACES = ((48, 16, 5), (96, 40, 5), (192, 90, 6), (384, 180, 8), (768, 360, 12))
 
 
 @dataclass
@@ -61,7 +61,7 @@ class KrylovSpectrum:
 
     def excess(self, etas: Array) -> Array:
         """At each learning rate a number that is >= 0 iff the cycle is unstable, and goes through 0 at a limit."""
-        return np.array([self._worst(float(eta), 1e-10, False).value for eta in etas])
+        return np.array([self._worst(float(eta), 1e-9, False).value for eta in etas])
 
     def signs(self, etas: Array) -> Array:
         """A number of the same sign, at less cost."""

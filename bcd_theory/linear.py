@@ -166,9 +166,16 @@ class _Solver:
                 spectra = [np.linalg.eigvals(b) for b in parts]
                 self.block_smoothness = tuple(float(np.linalg.norm(b, 2)) for b in parts)
             self.block_spectra = [s.astype(complex) for s in spectra]
+        free = problem.n * (1 if self.momentum == 0.0 else 2) - problem.null_space.shape[1]
+        # (M - I)^-1 is written for cycles that step each block once, and not for a singular non-symmetric field,
+        # whose two kernels differ.
+        invertible = len(sequence) == len(self.partition) and (
+            problem.symmetric or problem.null_space.shape[1] == 0
+        )
+        self.dense = free <= DENSE_SIZE or not invertible or self.order == "random"
         self.cycle = CycleMap(
             self.partition,
-            block_rows(problem.matrix, self.partition),
+            block_rows(problem.dense if self.dense else problem.matrix, self.partition),
             sequence,
             self.momentum,
             self.gain,
@@ -194,19 +201,11 @@ class _Solver:
             return self._full()
         if self.order == "random":
             return self._random()
-        repeats = len(self.cycle.sequence) > len(self.partition)
-        if self._quotient_size() <= DENSE_SIZE or repeats or not self._invertible():
+        if self.dense:
             dense = DenseSpectrum(self.cycle, *self.problem.complement())
             return self._scan(dense.excess, dense.excess, dense.critical, "dense")
         krylov = KrylovSpectrum(self.cycle, problem.solver(), problem.null_space)
         return self._scan(krylov.signs, krylov.excess, krylov.critical, "krylov", krylov.radius)
-
-    def _quotient_size(self) -> int:
-        return int(self.cycle.size - self.problem.null_space.shape[1])
-
-    def _invertible(self) -> bool:
-        # ker G and ker G^T differ for a singular non-symmetric field, and (M - I)^-1 is not written for that.
-        return self.problem.symmetric or self.problem.null_space.shape[1] == 0
 
     def _full(self) -> StabilityLimit:
         q, largest = self.momentum, self.problem.norm
