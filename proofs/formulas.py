@@ -9,7 +9,7 @@ definitions); anything else raises :class:`FormulaError`, so that no formula is 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,28 +28,25 @@ class FormulaError(ValueError):
 class Formula:
     """One ``Definition``: its name, its arguments in Coq's order, and its body as a sympy expression.
 
-    Symbols are real; those of Coq's type ``nat`` are nonnegative integers.
+    Symbols are real; those of Coq's type ``nat`` are nonnegative integers. ``roots`` holds what stands under a
+    square root, as written (sympy may split the root in the body).
     """
 
     name: str
     arguments: tuple[sp.Symbol, ...]
     body: sp.Expr
+    roots: tuple[sp.Expr, ...] = ()
 
     def __call__(self, *values: object) -> sp.Expr:
         """The body with ``values`` put in for the arguments (exact where the values are exact)."""
         if len(values) != len(self.arguments):
             raise TypeError(f"{self.name} takes {len(self.arguments)} arguments, got {len(values)}")
-        pairs = [(a, sp.sympify(v)) for a, v in zip(self.arguments, values, strict=True)]
-        return self.body.subs(pairs, simultaneous=True)
+        return self.put(self.body, values)
 
-    @property
-    def plain(self) -> bool:
-        """True if the body is a rational function of its arguments, so that every point value is rational."""
-        irrational = any(isinstance(node, sp.exp | sp.Min) for node in sp.preorder_traversal(self.body))
-        roots = any(
-            isinstance(node, sp.Pow) and not node.exp.is_integer for node in sp.preorder_traversal(self.body)
-        )
-        return not (irrational or roots)
+    def put(self, expression: sp.Expr, values: Sequence[object]) -> sp.Expr:
+        """Any expression in the formula's arguments, with ``values`` put in."""
+        pairs = [(a, sp.sympify(v)) for a, v in zip(self.arguments, values, strict=True)]
+        return expression.subs(pairs, simultaneous=True)
 
 
 def strip_comments(text: str) -> str:
@@ -93,6 +90,7 @@ class _Reader:
         self.known = known
         self.scope: dict[str, sp.Symbol] = {}
         self.kinds: dict[str, str] = {}
+        self.roots: list[sp.Expr] = []
 
     def peek(self) -> str:
         return self.tokens[self.position] if self.position < len(self.tokens) else ""
@@ -131,7 +129,7 @@ class _Reader:
         body = self.sum("R")
         if self.peek():
             raise FormulaError(f"{name}: found {self.peek()!r} after the formula")
-        return Formula(name, tuple(arguments), body)
+        return Formula(name, tuple(arguments), body, tuple(self.roots))
 
     def sum(self, kind: str) -> sp.Expr:
         value = self.product(kind)
@@ -174,6 +172,8 @@ class _Reader:
         if kind == "R" and token in ("sqrt", "exp"):
             self.take()
             inner = self.atom("R")
+            if token == "sqrt":
+                self.roots.append(inner)
             return sp.sqrt(inner) if token == "sqrt" else sp.exp(inner)
         if kind == "R" and token == "Rmin":
             self.take()
@@ -184,6 +184,7 @@ class _Reader:
         if kind == "R" and token in self.known:
             formula = self.known[self.take()]
             values = [self.atom("nat" if a.is_integer else "R") for a in formula.arguments]
+            self.roots += [formula.put(root, values) for root in formula.roots]
             return formula(*values)
         return self.atom(kind)
 

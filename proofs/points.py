@@ -5,7 +5,7 @@ A slip of precedence or grammar in :mod:`proofs.formulas` cannot hide: Coq would
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import sympy as sp
 
@@ -13,8 +13,14 @@ from proofs.formulas import Formula
 
 _POOL = [sp.Rational(1, 3), sp.Rational(3, 5), sp.Rational(2, 7), sp.Rational(5, 4), sp.Rational(1, 9)]
 
-SPECIAL_POINTS: dict[str, list[tuple[object, ...]]] = {}
-"""Points for formulas with square roots: there every root is rational, so that the value is."""
+_SQUARES: dict[str, tuple[int, int]] = {
+    "cycle_factor": (4, 9),
+    "cycle_bound": (4, 9),
+    "pl_cycle_rate": (4, 9),
+    "frozen_cycle_bound": (4, 9),
+    "idle_cycle_bound": (2, 9),
+}
+"""Natural arguments at which the square roots of these formulas are rational."""
 
 _HEADER = """From Coq Require Import Reals Lra.
 From LCSB Require Import Formulas.
@@ -27,10 +33,11 @@ Ltac decide_min := repeat match goal with |- context [Rmin ?a ?b] =>
 
 def points_of(formula: Formula) -> list[tuple[object, ...]]:
     """Two exact points at which the formula's value is rational."""
-    if formula.name in SPECIAL_POINTS:
-        return SPECIAL_POINTS[formula.name]
+    naturals = _SQUARES.get(formula.name, (2, 3))
     return [
-        tuple(k + 2 if a.is_integer else _POOL[(i + k) % len(_POOL)] for i, a in enumerate(formula.arguments))
+        tuple(
+            naturals[k] if a.is_integer else _POOL[(i + k) % len(_POOL)] for i, a in enumerate(formula.arguments)
+        )
         for k in range(2)
     ]
 
@@ -38,18 +45,8 @@ def points_of(formula: Formula) -> list[tuple[object, ...]]:
 def _rational(value: sp.Expr) -> str:
     value = sp.nsimplify(value)
     if not isinstance(value, sp.Rational):
-        raise ValueError(f"{value} is not rational: give this formula SPECIAL_POINTS")
+        raise ValueError(f"{value} is not rational: name squares for this formula")
     return f"({value.p} / {value.q})" if value.p >= 0 else f"(- {-value.p} / {value.q})"
-
-
-def _roots(formula: Formula, values: Sequence[object]) -> list[sp.Expr]:
-    pairs = [(a, sp.sympify(v)) for a, v in zip(formula.arguments, values, strict=True)]
-    found = {
-        node.base.subs(pairs, simultaneous=True)
-        for node in sp.preorder_traversal(formula.body)
-        if isinstance(node, sp.Pow) and abs(node.exp) == sp.Rational(1, 2)
-    }
-    return [sp.sqrt(value) for value in found]
 
 
 def source(formulas: Mapping[str, Formula]) -> str:
@@ -61,7 +58,7 @@ def source(formulas: Mapping[str, Formula]) -> str:
                 f"{v}%nat" if a.is_integer else _rational(sp.sympify(v))
                 for a, v in zip(formula.arguments, values, strict=True)
             )
-            roots = [_rational(root) for root in _roots(formula, values)]
+            roots = [_rational(sp.sqrt(formula.put(root, values))) for root in formula.roots]
             step = "replace (sqrt e) with {} by (symmetry; apply sqrt_lem_1; lra)"
             tries = " | ".join(step.format(root) for root in roots)
             take = f"repeat match goal with |- context [sqrt ?e] => first [{tries}] end; " if roots else ""

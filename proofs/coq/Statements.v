@@ -6,7 +6,8 @@ From Coq Require Import Reals.
 From Coquelicot Require Import Coquelicot.
 From LCSB Require Import FinSum Formulas Vectors DescentLemma DescentStep Telescoping
   PLContraction CyclicBound CyclicRate MomentumCoast IdentityPath BiasedDescent
-  MomentumStability.
+  MomentumStability Blocks BlockDescent Quadratic BlockCycle FrozenMomentum FrozenCycle BiasedStep BiasedCyclic
+  TextbookCyclic PLCyclic PLRandom IdleMomentum IdleCycle IdleRate IdleLimit.
 Open Scope R_scope.
 
 (* [T1] One gradient step on an L-smooth function: decrease by at least eta (1 - eta L/2) times the squared gradient, for eta < 2/L.
@@ -88,3 +89,214 @@ Theorem claim_stable : forall beta eta lam, 0 <= beta < 1 ->
   ((forall z, is_root (momentum_trace beta eta lam) beta z -> Cmod z < 1)
    <-> 0 < eta * lam < momentum_edge beta).
 Proof. exact momentum_stable_iff. Qed.
+
+(* ---- Vectors in blocks. Every assumption on f, in one place: grad is its gradient, Lipschitz with constant L,
+   and along block i, the rest fixed, with constant Li i <= Lmax. *)
+Definition smooth_in_blocks n blk f grad (Li : nat -> R) (Lmax L : R) : Prop :=
+  is_gradient n f grad /\ block_lipschitz n blk grad Li /\ (forall i, Li i <= Lmax) /\ 0 < Lmax /\
+  0 <= L /\ lipschitz n grad L.
+
+(* [T1] Block descent from the gradient alone: a step on block i lowers f by at least eta (1 - eta L_i/2) times its squared gradient.
+   Met: quadratics exactly; L_i is measured on a network. *)
+Theorem claim_block_descent : forall n blk f grad Li i x eta,
+  is_gradient n f grad -> block_lipschitz n blk grad Li ->
+  f (axpy x (- eta) (proj blk i (grad x)))
+    <= f x - descent_coeff eta (Li i) * nrm n (proj blk i (grad x)) ^ 2.
+Proof. exact block_descent. Qed.
+
+(* [T1] On a quadratic the block step is an equality along an eigenvector of the block (always for one coordinate): f decreases exactly when 0 < eta < 2/L_i.
+   Met: every quadratic with blocks of one coordinate. *)
+Theorem claim_quadratic_limit : forall n blk A i x eta Li, (forall i j, A i j = A j i) -> 0 < Li ->
+  proj blk i (mv n A (proj blk i (mv n A x))) = (fun j => Li * proj blk i (mv n A x) j) ->
+  0 < nrm n (proj blk i (mv n A x)) ->
+  quad n A (axpy x (- eta) (proj blk i (mv n A x)))
+    = quad n A x - descent_coeff eta Li * nrm n (proj blk i (mv n A x)) ^ 2 /\
+  (quad n A (axpy x (- eta) (proj blk i (mv n A x))) < quad n A x <-> 0 < eta < 2 / Li).
+Proof.
+  intros n blk A i x eta Li HA HL HE Hg. destruct (quad_block_exact n blk A i x eta Li HA HL HE) as [E D].
+  split; [exact E|apply D, Hg].
+Qed.
+
+(* [T2] Biased block step, sharp: relative error delta leaves a decrease of eta c |g|^2, c the smaller of two products.
+   Met: delta is measured by layer; below 1 only for some layers in identity mode; 0 in exact mode. *)
+Theorem claim_biased_block : forall n blk f grad Li Lmax L eta delta i x gt,
+  smooth_in_blocks n blk f grad Li Lmax L -> 0 < eta -> 0 <= delta <= 1 ->
+  nrm n (proj blk i (vsub gt (grad x))) <= delta * nrm n (proj blk i (grad x)) ->
+  f (axpy x (- eta) (proj blk i gt))
+    <= f x - eta * sharp_constant (eta * Lmax) delta * nrm n (proj blk i (grad x)) ^ 2.
+Proof.
+  intros n blk f grad Li Lmax L eta delta i x gt [G [B [H _]]] He Hd Hb.
+  apply (biased_block_step n blk f grad Li Lmax eta delta i x gt); auto using block_upper_bound.
+Qed.
+
+(* [T2] The sharp constant is positive exactly when eta L_max (1 + delta) < 2.
+   Met: law. *)
+Theorem claim_sharp_positive : forall a delta, 0 <= delta < 1 -> 0 < a ->
+  (0 < sharp_constant a delta <-> a * (1 + delta) < 2).
+Proof. exact sharp_positive. Qed.
+
+(* [T2] The limit is attained: on x^2/2 a surrogate of relative error delta ascends as soon as eta (1 + delta) > 2.
+   Met: law. *)
+Theorem claim_sharp_attained : forall eta delta x : R, 0 <= delta -> x <> 0 -> 2 < eta * (1 + delta) ->
+  x ^ 2 / 2 < (x - eta * ((1 + delta) * x)) ^ 2 / 2.
+Proof. exact sharp_attained. Qed.
+
+(* [T2] One cycle, sharp: the full gradient at its start against the block gradients met on the way, factor (1 + sqrt(p - 1) L eta (1 + delta))^2; any order that visits each block once.
+   Met: cyclic, reversed, interleaved and shuffled schedules; L and delta are measured. *)
+Theorem claim_biased_one_cycle : forall n blk b grad L eta delta x gt, 0 < eta -> 0 <= delta < 1 ->
+  biased_run n blk b grad eta delta x gt -> 0 <= L -> lipschitz n grad L ->
+  forall q s, visits_once n blk b s (S q) ->
+  nrm n (grad (x s)) ^ 2 <= cycle_factor L eta delta q
+    * psum (fun i => nrm n (proj blk (b (s + i)%nat) (grad (x (s + i)%nat))) ^ 2) (S q).
+Proof. exact biased_one_cycle. Qed.
+
+(* [T2] K cycles of biased cyclic block descent, sharp: the sum of squared full gradients at the cycle starts, for eta < 2/(L_max (1 + delta)), f not convex.
+   Met: exact mode with delta = 0; identity mode only where delta is measured below 1. *)
+Theorem claim_biased_cyclic : forall n q blk b f grad Li Lmax L eta delta fmin x gt K,
+  smooth_in_blocks n blk f grad Li Lmax L -> 0 < eta -> 0 <= delta < 1 -> eta * Lmax * (1 + delta) < 2 ->
+  (forall y, fmin <= f y) -> biased_run n blk b grad eta delta x gt ->
+  (forall k, visits_once n blk b (k * S q) (S q)) ->
+  psum (fun k => nrm n (grad (x (k * S q)%nat)) ^ 2) K <= cycle_bound (f (x 0%nat)) fmin Lmax L eta delta q.
+Proof.
+  intros n q blk b f grad Li Lmax L eta delta fmin x gt K [G [B [H [HL [L0 Hl]]]]] He Hd Hs Hf Hr Hv.
+  apply (biased_cyclic n blk b f grad Li Lmax L eta delta fmin x gt); auto using block_upper_bound.
+Qed.
+
+(* [T2] The same in the weaker textbook form, factor 2 (1 + p L^2 eta^2 (1 + delta)^2).
+   Met: as above, and the textbook constant is positive. *)
+Theorem claim_textbook_cyclic : forall n q blk b f grad Li Lmax L eta delta fmin x gt K,
+  smooth_in_blocks n blk f grad Li Lmax L -> 0 < eta -> 0 <= delta < 1 -> (forall y, fmin <= f y) ->
+  biased_run n blk b grad eta delta x gt -> (forall k, visits_once n blk b (k * S q) (S q)) ->
+  0 < (1 - delta) - Lmax * eta * (1 + delta) ^ 2 / 2 ->
+  psum (fun k => nrm n (grad (x (k * S q)%nat)) ^ 2) K
+    <= textbook_bound (f (x 0%nat)) fmin Lmax L eta delta (S q).
+Proof.
+  intros n q blk b f grad Li Lmax L eta delta fmin x gt K [G [B [H [HL [L0 Hl]]]]] He Hd Hf Hr Hv Hc.
+  apply (textbook_cyclic n q blk b f grad Li Lmax L eta delta fmin x gt); auto using block_upper_bound.
+Qed.
+
+(* [T3] Under the PL inequality K biased cycles contract f - fmin by 1 - q each, q = 2 mu eta c/(1 + sqrt(p - 1) L eta (1 + delta))^2.
+   Met: strongly convex quadratics; the PL constant of a network is not known. *)
+Theorem claim_pl_cyclic : forall n q blk b f grad Li Lmax L eta delta mu fmin x gt K,
+  smooth_in_blocks n blk f grad Li Lmax L -> 0 < eta -> 0 <= delta < 1 -> eta * Lmax * (1 + delta) < 2 ->
+  (forall y, fmin <= f y) -> pl n f grad mu fmin -> biased_run n blk b grad eta delta x gt ->
+  (forall k, visits_once n blk b (k * S q) (S q)) ->
+  f (x (K * S q)%nat) - fmin <= (1 - pl_cycle_rate mu Lmax L eta delta q) ^ K * (f (x 0%nat) - fmin).
+Proof.
+  intros n q blk b f grad Li Lmax L eta delta mu fmin x gt K [G [B [H [HL [L0 Hl]]]]] He Hd Hs Hf Hp Hr Hv.
+  apply (pl_cyclic n q blk b f grad Li Lmax L eta delta mu fmin x gt); auto using block_upper_bound.
+Qed.
+
+(* [T3] Random blocks, exact gradients: the mean of f over all equally likely runs contracts by 1 - 2 mu eta (1 - eta L_max/2)/p a step.
+   Met: strongly convex quadratics under the random schedule. *)
+Theorem claim_pl_random : forall n p blk f grad Li Lmax L eta mu fmin,
+  (0 < p)%nat -> (forall j, (j < n)%nat -> (blk j < p)%nat) ->
+  smooth_in_blocks n blk f grad Li Lmax L -> 0 < eta -> eta * Lmax < 2 ->
+  pl n f grad mu fmin -> 0 <= pl_random_rate mu Lmax eta p <= 1 ->
+  forall T x, expected p blk f grad eta T x - fmin <= (1 - pl_random_rate mu Lmax eta p) ^ T * (f x - fmin).
+Proof.
+  intros n p blk f grad Li Lmax L eta mu fmin Hp Hb [G [B [H _]]] He Hs Hpl Hr.
+  apply (pl_random n p blk f grad Li Lmax eta mu fmin); auto using block_upper_bound.
+Qed.
+
+(* [T6] Change of variable: in z = x - eta beta/(1 - beta) m, EMA momentum with moving idle blocks is plain block descent with gradients read at x.
+   Met: law: SGD with EMA momentum, idle policy momentum, no decay. *)
+Theorem claim_change_of_variable : forall blk b grad eta beta x m, 0 <= beta < 1 ->
+  idle_momentum blk b grad eta beta x m -> forall t,
+  shadow eta beta x m (S t) = axpy (shadow eta beta x m t) (- eta) (proj blk (b t) (grad (x t))).
+Proof. exact change_of_variable. Qed.
+
+(* [T6] Descent inequality with momentum: the displaced gradient costs at most eta^2 beta L/(1 - beta) |m| |g|.
+   Met: L-smooth f, exact gradients; L is measured. *)
+Theorem claim_momentum_descent : forall n blk b f grad Li Lmax L eta beta x m,
+  smooth_in_blocks n blk f grad Li Lmax L -> 0 < eta -> 0 <= beta < 1 ->
+  idle_momentum blk b grad eta beta x m -> forall t,
+  let g := proj blk (b t) (grad (x t)) in
+  f (shadow eta beta x m (S t)) <= f (shadow eta beta x m t) - descent_coeff eta Lmax * nrm n g ^ 2
+    + eta * (eta * beta / (1 - beta) * L) * (nrm n (m t) * nrm n g).
+Proof.
+  intros n blk b f grad Li Lmax L eta beta x m [G [B [H [HL [L0 Hl]]]]] He Hb Hr t.
+  apply (momentum_descent n blk b f grad Li Lmax L eta beta x m); auto using block_upper_bound.
+Qed.
+
+(* [T6] Convergence with idle momentum, any order: the sum of squared block gradients while 1 - eta L_max/2 - eta beta L/(1 - beta) > 0.
+   Met: exact mode, SGD with EMA momentum; L and L_max are measured. *)
+Theorem claim_idle_sum : forall n blk b f grad Li Lmax L eta beta fmin x m T,
+  smooth_in_blocks n blk f grad Li Lmax L -> 0 < eta -> 0 <= beta < 1 ->
+  idle_momentum blk b grad eta beta x m -> m 0%nat = (fun _ => 0) -> (forall y, fmin <= f y) ->
+  0 < idle_bracket Lmax L eta beta ->
+  psum (fun t => nrm n (proj blk (b t) (grad (x t))) ^ 2) T <= idle_bound (f (x 0%nat)) fmin Lmax L eta beta.
+Proof.
+  intros n blk b f grad Li Lmax L eta beta fmin x m T [G [B [H [HL [L0 Hl]]]]] He Hb Hr Hm Hf Hp.
+  apply (idle_sum n blk b f grad Li Lmax L eta beta fmin x m); auto using block_upper_bound.
+Qed.
+
+(* [T6] The simple corollary: eta at most 1/(2 L_max) and (1 - beta)/(2 beta L) gives 4 (f0 - fmin)/eta.
+   Met: as above. *)
+Theorem claim_idle_simple : forall n blk b f grad Li Lmax L eta beta fmin x m T,
+  smooth_in_blocks n blk f grad Li Lmax L -> 0 < eta -> 0 <= beta < 1 ->
+  idle_momentum blk b grad eta beta x m -> m 0%nat = (fun _ => 0) -> (forall y, fmin <= f y) ->
+  2 * eta * Lmax <= 1 -> 2 * eta * beta * L <= 1 - beta ->
+  psum (fun t => nrm n (proj blk (b t) (grad (x t))) ^ 2) T <= idle_simple_bound (f (x 0%nat)) fmin eta.
+Proof.
+  intros n blk b f grad Li Lmax L eta beta fmin x m T [G [B [H [HL [L0 Hl]]]]] He Hb Hr Hm Hf H1 H2.
+  apply (idle_simple n blk b f grad Li Lmax L eta beta fmin x m); auto using block_upper_bound.
+Qed.
+
+(* [T6] Cycle average with idle momentum: full gradients at the cycle starts, factor (1 + eta L sqrt(p (p - 1)/2))^2 (kappa = 1).
+   Met: as above, schedules that visit each block once a cycle. *)
+Theorem claim_idle_cycles : forall n p blk b f grad Li Lmax L eta beta fmin x m K,
+  smooth_in_blocks n blk f grad Li Lmax L -> 0 < eta -> 0 <= beta < 1 ->
+  idle_momentum blk b grad eta beta x m -> m 0%nat = (fun _ => 0) -> (forall y, fmin <= f y) ->
+  0 < idle_bracket Lmax L eta beta -> (forall k, visits_once n blk b (k * p) p) ->
+  psum (fun k => nrm n (grad (x (k * p)%nat)) ^ 2) K <= idle_cycle_bound (f (x 0%nat)) fmin Lmax L eta beta p.
+Proof.
+  intros n p blk b f grad Li Lmax L eta beta fmin x m K [G [B [H [HL [L0 Hl]]]]] He Hb Hr Hm Hf Hp Hv.
+  apply (idle_cycles n blk b f grad Li Lmax L eta beta fmin x m); auto using block_upper_bound.
+Qed.
+
+(* [T6b] Frozen idle momentum: f + eta beta/(2 (1 - beta)) |m|^2 falls by at least eta (1 - eta L_i/2) |m_i'|^2 at every step; any order, any beta < 1, f not convex.
+   Met: exact mode, SGD with EMA momentum, idle policy frozen; L_i is measured. *)
+Theorem claim_frozen_energy : forall n blk b f grad Li eta beta x m,
+  is_gradient n f grad -> block_lipschitz n blk grad Li -> 0 < eta -> 0 <= beta < 1 ->
+  frozen_momentum blk b grad eta beta x m -> forall t,
+  f (x (S t)) + frozen_energy_weight eta beta * nrm n (m (S t)) ^ 2
+    <= f (x t) + frozen_energy_weight eta beta * nrm n (m t) ^ 2
+       - descent_coeff eta (Li (b t)) * nrm n (proj blk (b t) (m (S t))) ^ 2.
+Proof.
+  intros n blk b f grad Li eta beta x m G B He Hb Hr t.
+  apply (frozen_energy n blk b f grad Li eta beta x m); auto using block_upper_bound.
+Qed.
+
+(* [T6b] Summed: squared block gradients add up to at most ((1 + beta)/(1 - beta))^2 (f0 - fmin)/(eta (1 - eta L_max/2)), for every eta < 2/L_max.
+   Met: as above. *)
+Theorem claim_frozen_sum : forall n blk b f grad Li Lmax L eta beta fmin x m T,
+  smooth_in_blocks n blk f grad Li Lmax L -> 0 < eta -> 0 <= beta < 1 ->
+  frozen_momentum blk b grad eta beta x m -> nrm n (m 0%nat) = 0 -> (forall y, fmin <= f y) -> eta * Lmax < 2 ->
+  psum (fun t => nrm n (proj blk (b t) (grad (x t))) ^ 2) T <= frozen_bound (f (x 0%nat)) fmin Lmax eta beta.
+Proof.
+  intros n blk b f grad Li Lmax L eta beta fmin x m T [G [B [H [HL [L0 Hl]]]]] He Hb Hr Hm Hf Hp.
+  apply (frozen_sum n blk b f grad Li Lmax eta beta fmin x m); auto using block_upper_bound.
+Qed.
+
+(* [T6b] Cycle average: full gradients at the starts of K cycles, factor ((1 + beta)/(1 - beta) + eta L sqrt(p - 1))^2.
+   Met: as above, schedules that visit each block once a cycle. *)
+Theorem claim_frozen_cycles : forall n q blk b f grad Li Lmax L eta beta fmin x m K,
+  smooth_in_blocks n blk f grad Li Lmax L -> 0 < eta -> 0 <= beta < 1 ->
+  frozen_momentum blk b grad eta beta x m -> nrm n (m 0%nat) = 0 -> (forall y, fmin <= f y) -> eta * Lmax < 2 ->
+  (forall k, visits_once n blk b (k * S q) (S q)) ->
+  psum (fun k => nrm n (grad (x (k * S q)%nat)) ^ 2) K
+    <= frozen_cycle_bound (f (x 0%nat)) fmin Lmax L eta beta q.
+Proof.
+  intros n q blk b f grad Li Lmax L eta beta fmin x m K [G [B [H [HL [L0 Hl]]]]] He Hb Hr Hm Hf Hp Hv.
+  apply (frozen_cycles n q blk b f grad Li Lmax L eta beta fmin x m K); auto using block_upper_bound.
+Qed.
+
+(* [T5] Idle momentum does not keep block descent's limit: a positive definite 3 x 3 matrix with L_max = 1, three blocks, eta = 27/14 < 2, beta = 3/10, m = 0 at the start, unbounded iterates.
+   Met: by construction; frozen momentum converges on the same problem (claim_frozen_cycles in Examples.v). *)
+Theorem claim_idle_limit : forall b x m,
+  (forall k i, (i < 3)%nat -> b (k * 3 + i)%nat = i) ->
+  idle_momentum (fun j => j) b (mv 3 witness) (27 / 14) (3 / 10) x m ->
+  x 0%nat = start -> m 0%nat = (fun _ => 0) ->
+  forall B, exists t, B < nrm 3 (x t).
+Proof. exact idle_momentum_unbounded. Qed.
