@@ -17,7 +17,12 @@ Ids, by family (p is a cycle length, MODE a backward mode, IDLE an idle policy):
     fidelity/MODE/LAYOUT         expected adapter cosine by layer (measured on one batch)                       T7
     fidelity/MODE/composed       the same at the cyclic layout, composed from one-layer cosines                 T7
     fidelity-length/MODE         skipped layers after which the cosine falls below one half                     T7
-    law/tolerance, law/roundings bounds on the idle displacement's deviation from its closed form               T6
+    step-limit/BOUND             largest learning rate for which that theorem guarantees something       T1, T2, T6, T6b
+    rate/BOUND                   its bound on the mean squared gradient over the planned cycles            T2, T6, T6b
+    noise-floor/IDLE             stationary excess loss, averaged over coordinates' own steps              T10
+    quantisation/relative-error  |E|/|W| of the quantised weights, if they are Gaussian                    T11
+    bytes/MODE                   peak bytes of the process                                                 T12
+    law/tolerance, law/roundings on the idle displacement's deviation from its closed form                 T6
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bcd_theory.cost import StepCosts, speedup, step_seconds
+from bcd_theory.geometry import Geometry, peak_bytes
 from bcd_theory.identity import compose_cosines, fidelity_length
 from bcd_theory.momentum import (
     Idle,
@@ -37,6 +43,9 @@ from bcd_theory.momentum import (
     steady_movement,
     uncoupled_limit,
 )
+from bcd_theory.noise import uncoupled_variance
+from bcd_theory.quantization import relative_error
+from bcd_theory.stepsize import BOUNDS
 
 Layout = Literal["cyclic", "all-above"]
 
@@ -69,6 +78,54 @@ class Fidelity:
 
 
 @dataclass(frozen=True)
+class Smoothness:
+    """Measured smoothness of the problem, for the step-size bounds and rates.
+
+    Attributes:
+        joint: L of the whole gradient. blocks: L_i, one a block.
+        gap: f(x^0) - f*. cycles: K, how many are planned. momentum: EMA momentum of the run (0: plain descent).
+        relative_uncertainty: of L and L_i (residual of the eigenvalue solver, spread over batches).
+    """
+
+    joint: float
+    blocks: tuple[float, ...]
+    gap: float
+    cycles: int
+    momentum: float = 0.0
+    relative_uncertainty: float = 0.0
+
+
+@dataclass(frozen=True)
+class GradientNoise:
+    """Curvature and gradient variance of uncoupled coordinates (same length), at a momentum in EMA form."""
+
+    curvature: tuple[float, ...]
+    variance: tuple[float, ...]
+    momentum: float = 0.0
+
+
+@dataclass(frozen=True)
+class MemorySettings:
+    """What decides the peak of a training process; `floor` is the measured peak of the bare process."""
+
+    geometry: Geometry
+    tokens: int
+    batch: int
+    rank: int
+    floor: int
+    embedding_bytes: int = 4
+
+
+@dataclass(frozen=True)
+class WeightCode:
+    """How the base weights are stored: codebook, quantisation block, double quantisation."""
+
+    quantization: str
+    block_size: int = 64
+    double_quantisation: bool = False
+
+
+@dataclass(frozen=True)
 class Measurements:
     """What the measure stage found, and the settings it was found for.
 
@@ -87,6 +144,7 @@ class Measurements:
         held_out_loss: mean loss per token on the evaluation windows at step 0, in nats.
         hidden_cosine: mode -> N cosines between the true hidden gradient below one layer and what the mode's
             one-layer surrogate makes of the true hidden gradient above it.
+        smoothness, noise, memory, weights: measured or not (None); each gives predictions of its own.
     """
 
     model: str
@@ -105,6 +163,10 @@ class Measurements:
     gradient_norm: tuple[float, ...]
     held_out_loss: float
     hidden_cosine: dict[str, tuple[float, ...]]
+    smoothness: Smoothness | None = None
+    noise: GradientNoise | None = None
+    memory: MemorySettings | None = None
+    weights: WeightCode | None = None
 
 
 @dataclass(frozen=True)
@@ -157,13 +219,17 @@ class Predictions:
 
 
 def predict(measurements: Measurements) -> Predictions:
-    """All predictions that the measurements allow (T5, T6, T7, T9, T12)."""
+    """All predictions that the measurements allow (T1-T3, T5-T7, T6b, T9-T12)."""
     return Predictions(
         (
             *_limits(measurements),
             *_movement(measurements),
             *_cost(measurements),
             *_fidelity(measurements),
+            *(() if measurements.smoothness is None else _guarantees(measurements, measurements.smoothness)),
+            *(() if measurements.noise is None else _noise_floor(measurements, measurements.noise)),
+            *(() if measurements.weights is None else _quantisation(measurements.weights)),
+            *(() if measurements.memory is None else _bytes(measurements, measurements.memory)),
             Prediction("law/tolerance", LAW_TOLERANCE, "1", ("T6",), ("float32 parameters and moments",)),
             Prediction("law/roundings", LAW_ROUNDINGS, "roundings of x", ("T6",), ("float32 parameters",)),
         )
@@ -324,4 +390,86 @@ def _fidelity(m: Measurements) -> list[Prediction]:
         items.append(
             Prediction(f"fidelity/{mode}/composed", _composed(m, mode), "cosine", ("T7",), independent)
         )
+    return items
+
+
+def _guarantees(m: Measurements, smooth: Smoothness) -> list[Prediction]:
+    """Step limits and rates of the theorems whose assumptions the smoothness alone can meet (delta = 0)."""
+    plain = ("T1", "T2") if smooth.momentum == 0 else ()
+    guaranteed = (*plain, "T6-corollary", "T6-cycles", "T6b-cycles")
+    values = {
+        "eta": m.learning_rate,
+        "L": smooth.joint,
+        "L_i": max(smooth.blocks),
+        "L_max": max(smooth.blocks),
+        "p": m.cycle_length,
+        "delta": 0.0,
+        "beta": smooth.momentum,
+        "f0": smooth.gap,
+        "fstar": 0.0,
+        "K": smooth.cycles,
+    }
+    items = []
+    for name in guaranteed:
+        bound = BOUNDS[name]
+        limit = bound.largest_step()
+        if limit is not None:
+            needed = {str(free): values[str(free)] for free in limit.free_symbols}
+            step = float(bound.largest_step_at(**needed))
+            spread = smooth.relative_uncertainty * step
+            if math.isfinite(step):
+                items.append(
+                    Prediction(
+                        f"step-limit/{name}", step, "learning rate", (name,), bound.assumptions, spread
+                    )
+                )
+        if name in ("T2", "T6-cycles", "T6b-cycles"):
+            rate = float(bound.evaluate(**{variable: values[variable] for variable in bound.variables}))
+            rate /= 1 if "K" in bound.variables else smooth.cycles  # T6b bounds the sum over the cycles
+            # Beyond the step limit nothing is guaranteed, so nothing is predicted.
+            value = rate if math.isfinite(rate) else None
+            items.append(Prediction(f"rate/{name}", value, "squared gradient", (name,), bound.assumptions))
+    return items
+
+
+def _noise_floor(m: Measurements, noise: GradientNoise) -> list[Prediction]:
+    assumptions = ("uncoupled quadratic", "noise independent from step to step", "EMA momentum")
+    items = []
+    for idle in LIMIT_POLICIES:
+        p = 1 if idle == "full" else m.cycle_length
+        variance = uncoupled_variance(
+            noise.curvature,
+            noise.variance,
+            m.learning_rate,
+            momentum=noise.momentum,
+            cycle_length=p,
+            idle=idle,
+        )
+        excess = sum(h * v / 2 for h, v in zip(noise.curvature, variance.tolist(), strict=True))
+        items.append(Prediction(f"noise-floor/{idle}", excess, "loss", ("T10",), assumptions))
+    return items
+
+
+def _quantisation(code: WeightCode) -> list[Prediction]:
+    error = relative_error(code.quantization, code.block_size, code.double_quantisation)
+    return [Prediction("quantisation/relative-error", error, "1", ("T11",), ("Gaussian weights",))]
+
+
+def _bytes(m: Measurements, memory: MemorySettings) -> list[Prediction]:
+    assumptions = ("parts alive together at the peak", "floor as measured")
+    items = []
+    for mode in ("full", "exact", *SURROGATE_MODES):
+        peak = peak_bytes(
+            memory.geometry,
+            mode,
+            tokens=memory.tokens,
+            batch=memory.batch,
+            layers_per_step=None if mode == "full" else _layers_per_step(m.layers, m.cycle_length),
+            rank=memory.rank,
+            floor=memory.floor,
+            quantised=m.weights is not None,
+            embedding_bytes=memory.embedding_bytes,
+            recompute=m.recompute,
+        )
+        items.append(Prediction(f"bytes/{mode}", float(peak.total), "bytes", ("T12",), assumptions))
     return items

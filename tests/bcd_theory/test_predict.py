@@ -9,8 +9,17 @@ import numpy as np
 import pytest
 
 from bcd_theory.cost import StepCosts
+from bcd_theory.geometry import GEOMETRIES, peak_bytes
 from bcd_theory.partition import contiguous_blocks
-from bcd_theory.predict import Fidelity, Measurements, predict
+from bcd_theory.predict import (
+    Fidelity,
+    GradientNoise,
+    Measurements,
+    MemorySettings,
+    Smoothness,
+    WeightCode,
+    predict,
+)
 
 N, P = 8, 4
 COSINES = (0.1, 0.2, None, 0.4, 0.6, 0.7, 0.9, 1.0)
@@ -129,6 +138,50 @@ def test_one_block_predicts_full_backpropagation():
         assert found["movement/momentum/ratio"].value == pytest.approx((1.0, 1.0))
     assert found.number("speedup/identity/1") == pytest.approx(1.0)
     assert found["fidelity/identity/composed"].value == (1.0,) * N
+
+
+def test_guarantees_without_momentum_are_t1_and_t2():
+    smooth = Smoothness(joint=6.0, blocks=(2.0, 4.0, 1.0, 3.0), gap=5.0, cycles=10, relative_uncertainty=0.1)
+    found = predict(measurements(learning_rate=0.25, smoothness=smooth))
+    assert found.number("step-limit/T1") == found.number("step-limit/T2") == pytest.approx(0.5)
+    assert found["step-limit/T1"].uncertainty == pytest.approx(0.05)
+    expected = 2 * 4.0 * (1 + math.sqrt(3) * 6 / 4) ** 2 * 5.0 / 10  # delta = 0, eta = 1/L_max
+    assert found.number("rate/T2") == pytest.approx(expected)
+    too_large = predict(measurements(learning_rate=0.6, smoothness=smooth))
+    assert too_large["rate/T2"].value is None
+
+
+def test_guarantees_with_momentum_are_t6_and_t6b():
+    smooth = Smoothness(joint=6.0, blocks=(2.0, 4.0, 1.0, 3.0), gap=5.0, cycles=10, momentum=0.9)
+    found = predict(measurements(learning_rate=0.01, smoothness=smooth))
+    assert "step-limit/T1" not in found
+    assert found.number("step-limit/T6-corollary") == pytest.approx(min(1 / 8, 0.1 / (2 * 0.9 * 6)))
+    assert found.number("step-limit/T6b-cycles") == pytest.approx(0.5)
+    r, d = 1.9 / 0.1, 5.0 / (0.01 * (1 - 0.01 * 4 / 2))
+    assert found.number("rate/T6b-cycles") == pytest.approx((r + 0.01 * 6 * math.sqrt(3)) ** 2 * d / 10)
+
+
+def test_noise_floor_is_t10():
+    noise = GradientNoise(curvature=(1.0, 2.0), variance=(0.5, 0.1))
+    found = predict(measurements(learning_rate=0.1, noise=noise))
+    plain = sum(h * 0.1 * v / (h * (2 - 0.1 * h)) / 2 for h, v in ((1.0, 0.5), (2.0, 0.1)))
+    for idle in (
+        "full",
+        "momentum",
+        "frozen",
+    ):  # without momentum all three are plain descent on one coordinate
+        assert found.number(f"noise-floor/{idle}") == pytest.approx(plain)
+
+
+def test_bytes_and_quantisation():
+    geometry = GEOMETRIES["smollm2-135m"]
+    settings = MemorySettings(geometry, tokens=128, batch=1, rank=16, floor=10**8)
+    found = predict(measurements(memory=settings, weights=WeightCode("nf4")))
+    assert found.number("quantisation/relative-error") == pytest.approx(0.0920, abs=5e-5)
+    whole = peak_bytes(geometry, "full", tokens=128, floor=10**8, embedding_bytes=4).total
+    assert found.number("bytes/full") == whole
+    assert found.number("bytes/identity") < found.number("bytes/exact") <= whole
+    assert "bytes/full" not in predict(measurements())
 
 
 def test_lookup_errors():
