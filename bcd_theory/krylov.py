@@ -33,7 +33,8 @@ RIM = {"far": 0.02, "near": 0.05, "slow": np.inf}
 
 
 # (dimension, vectors kept at a restart, restarts) of the Krylov spaces tried in turn.
-SPACES = ((48, 16, 5), (96, 40, 5), (192, 90, 6), (384, 180, 8), (768, 360, 12))
+FIRST = 48
+SPACES = ((FIRST, 16, 5), (96, 40, 5), (192, 90, 6), (384, 180, 8), (768, 360, 12))
 
 
 @dataclass
@@ -122,7 +123,8 @@ class KrylovSpectrum:
             if found is not None:
                 # The next learning rate starts with this space, or a smaller one where this was more than
                 # enough.
-                self._level[which] = max(0, level - 1) if found.restarts == 0 else level
+                roomy = found.restarts == 0 and found.value < -RIM[which]
+                self._level[which] = max(0, level - 1) if roomy else level
                 return found
             if m == free:
                 break
@@ -147,12 +149,14 @@ class KrylovSpectrum:
         basis = np.zeros((size, m + 1))
         basis[:, 0] = start / np.linalg.norm(start)
         h = np.zeros((m + 1, m))
-        have = quiet = 0
-        for restart in range(restarts):
-            length = _expand(apply, basis, h, have)
+        have = quiet = restart = 0
+        while restart < restarts:
+            # The first space is looked at on the way: a clear instability shows early.
+            upto = min(m, 2 * have if have >= FIRST else FIRST) if restart == 0 else m
+            length = _expand(apply, basis, h, have, upto)
             ritz, y = np.linalg.eig(h[:length, :length])
             ritz = ritz.astype(complex)
-            exact = length < m or m == size - self.null_space.shape[1]
+            exact = length < upto or length == size - self.null_space.shape[1]
             residual = np.zeros(length) if exact else np.abs(h[length, :length] @ y)
             value, relevant = _rim(which, ritz)
             converged = residual <= tolerance * np.abs(ritz)
@@ -162,7 +166,7 @@ class KrylovSpectrum:
             clear = sign_only and best > 10 * tolerance
             quiet = 0 if np.any(waiting) else quiet + 1
             # Nothing at the rim in the first space may mean that it has not come up yet: look once more.
-            if exact or clear or quiet >= (1 if best > 0 else 2):
+            if exact or clear or quiet >= (1 if best > -RIM[which] else 2):
                 self._remember(which, basis[:, :length], y, value, relevant)
                 if not np.any(relevant):
                     return Found(-1.0, None, False, restart)
@@ -171,6 +175,10 @@ class KrylovSpectrum:
                 if best > -np.inf and not converged[top]:
                     top = int(np.argmax(np.where(converged & relevant, value, -np.inf)))
                 return Found(float(value[top]), basis[:, :length] @ y[:, top], bool(clear), restart)
+            if length < m:
+                have = length
+                continue
+            restart += 1
             try:
                 have = _restart(basis, h, which, keep)
             except np.linalg.LinAlgError:
@@ -200,10 +208,9 @@ def _rim(which: str, ritz: Complex) -> tuple[Array, NDArray[np.bool_]]:
     return (ritz.real + 0.5) / size, size > 1 / NEAR
 
 
-def _expand(apply: Callable[[Array], Array], basis: Array, h: Array, have: int) -> int:
-    """Arnoldi steps from `have` columns up to the full dimension; returns the dimension reached."""
-    m = int(h.shape[1])
-    for j in range(have, m):
+def _expand(apply: Callable[[Array], Array], basis: Array, h: Array, have: int, upto: int) -> int:
+    """Arnoldi steps from `have` columns to `upto`; returns the dimension reached."""
+    for j in range(have, upto):
         w = apply(basis[:, j : j + 1])[:, 0]
         before = float(np.linalg.norm(w))
         for _ in range(2):  # twice is enough
@@ -214,7 +221,7 @@ def _expand(apply: Callable[[Array], Array], basis: Array, h: Array, have: int) 
         if h[j + 1, j] <= 1e-14 * max(before, 1e-300):
             return j + 1
         basis[:, j + 1] = w / h[j + 1, j]
-    return m
+    return upto
 
 
 def _restart(basis: Array, h: Array, which: str, keep: int) -> int:

@@ -107,9 +107,8 @@ def stability_limit(
     (the
                     determinant of the cycle, prod |1 - eta lambda(A_ii)|, must be below 1); with momentum:
                     3 times the uncoupled limit of the least curved block
-    scan_points     learning rates in the scan (default 100 to 400, or steps of a tenth for states of more
-    than
-                    DENSE_SIZE numbers): a window narrower than their distance can be missed
+    scan_points     learning rates in the scan, by default 100 to 400, and 12 to 32 for states of more than
+                    DENSE_SIZE numbers: a window narrower than their distance can be missed
 
     An eigenvalue of A below -1e-10 |A| is a saddle: learning_rate 0, `positive_part_limit` beside it. One
     between -1e-10 |A| and 1e-10 |A| counts as 0. Raises ValueError for an asymmetric A and for inconsistent
@@ -304,7 +303,7 @@ class _Solver:
             start = min(start, self.scan_to / 2)
         points = self.scan_points or _default_points(method, self.cycle.size, stop / start)
         intervals, stop = scan(
-            rough, excess, start, stop, points, self.scan_to is None, near_misses=method == "dense"
+            rough, excess, start, stop, points, self.scan_to is None, exact=method == "dense"
         )
         if radius is None:
 
@@ -427,8 +426,8 @@ class DenseSpectrum:
 def _default_points(method: str, size: int, ratio: float) -> int:
     if method == "dense":
         return 400 if size <= 24 else 200 if size <= 48 else 100
-    # Large problems: steps of a tenth.
-    return int(np.clip(np.log(ratio) / np.log(1.1), 12, 48))
+    # Large problems: steps of a tenth, of more over a range of more than twentyfold.
+    return int(np.clip(np.log(ratio) / np.log(1.1), 12, 32))
 
 
 def resolve_order(

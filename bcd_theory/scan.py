@@ -18,20 +18,22 @@ def scan(
     stop: float,
     points: int,
     extend: bool,
-    near_misses: bool,
+    exact: bool,
 ) -> tuple[tuple[tuple[float, float], ...], float]:
     """Stable intervals in (0, stop] of excess < 0: a geometric grid, its near misses, bracketed roots.
 
     rough    the sign of the excess, and its size where that is cheap: for the grid
     extend   whether to double stop until something is unstable
+    exact    whether the excess is cheap and accurate enough for near misses and the last digits
     Returns (intervals, stop).
     """
+    accuracy = 1e-12 if exact else 1e-10
     grid = np.geomspace(start, stop, points)
     values = rough(grid)
     while extend and np.all(values < 0) and stop < 1e12 * start:
         more = np.geomspace(stop, 2 * stop, max(points // 4, 8))[1:]
         grid, values, stop = np.concatenate([grid, more]), np.concatenate([values, rough(more)]), 2 * stop
-    if near_misses:
+    if exact:
         grid, values = _near_misses(excess, grid, values)
 
     def scalar(eta: float) -> float:
@@ -40,7 +42,7 @@ def scan(
     edges = [0.0] if values[0] < 0 else []
     for i in range(len(grid) - 1):
         if (values[i] < 0) != (values[i + 1] < 0):
-            edges.append(float(brentq(scalar, grid[i], grid[i + 1], xtol=1e-12 * grid[i], rtol=1e-12)))
+            edges.append(float(brentq(scalar, grid[i], grid[i + 1], xtol=accuracy * grid[i], rtol=accuracy)))
     if len(edges) % 2:
         edges.append(float(stop))
     return tuple(zip(edges[::2], edges[1::2], strict=True)), float(stop)
