@@ -7,7 +7,8 @@ From Coquelicot Require Import Coquelicot.
 From LCSB Require Import FinSum Formulas Vectors DescentLemma DescentStep Telescoping
   PLContraction CyclicBound CyclicRate MomentumCoast IdentityPath BiasedDescent
   MomentumStability Blocks BlockDescent Quadratic BlockCycle FrozenMomentum FrozenCycle BiasedStep BiasedCyclic
-  TextbookCyclic PLCyclic PLRandom IdleMomentum IdleCycle IdleRate IdleLimit.
+  TextbookCyclic PLCyclic PLRandom IdleMomentum IdleCycle IdleRate IdleLimit
+  AdamWIdle AdamWDrift Pulse UncoupledLimit GradientFlow LoraSmooth TwoBlocks NoiseFloor Reach Weyl.
 Open Scope R_scope.
 
 (* [T1] One gradient step on an L-smooth function: decrease by at least eta (1 - eta L/2) times the squared gradient, for eta < 2/L.
@@ -42,7 +43,7 @@ Theorem claim_cyclic : forall (N : nat) (L eta : R) (s u : nat -> R),
 Proof. exact cyclic_one_cycle. Qed.
 
 (* [T6] K idle steps of EMA momentum move a block by -eta m beta (1 - beta^K)/(1 - beta).
-   Met: law: holds for idle momentum without decay; AdamW in claim_adamw below. *)
+   Met: law: holds for idle momentum without decay; AdamW has its own law, claim_adamw_idle. *)
 Theorem claim_coast : forall (m x : nat -> R) (eta beta : R) (K : nat),
   beta <> 1 ->
   (forall t, (t < K)%nat -> m (S t) = beta * m t) ->
@@ -300,3 +301,157 @@ Theorem claim_idle_limit : forall b x m,
   x 0%nat = start -> m 0%nat = (fun _ => 0) ->
   forall B, exists t, B < nrm 3 (x t).
 Proof. exact idle_momentum_unbounded. Qed.
+
+(* ---- Momentum of one coordinate, AdamW, identity mode, LoRA, and the rest *)
+
+(* [T4] Two coupled coordinates ((1, a), (a, 1)), one at a time: both roots of the cycle map lie inside the unit circle exactly when 0 < eta < 2 = 2/L_max.
+   Met: exact on quadratics; larger problems numerically, by the spectral radius of the cycle map. *)
+Theorem claim_two_blocks : forall a eta, a ^ 2 < 1 ->
+  ((forall z, is_root (two_block_trace a eta) ((1 - eta) ^ 2) z -> Cmod z < 1) <-> 0 < eta < 2).
+Proof. exact two_blocks. Qed.
+
+(* [T4] Full gradient descent on the same matrix contracts exactly when 0 < eta < 2/(1 + a).
+   Met: exact on quadratics. *)
+Theorem claim_two_blocks_full : forall a eta, 0 <= a < 1 ->
+  (Rabs (1 - eta * (1 + a)) < 1 /\ Rabs (1 - eta * (1 - a)) < 1 <-> 0 < eta < 2 / (1 + a)).
+Proof. exact two_blocks_full. Qed.
+
+(* [T5] An uncoupled block visited once in p steps with idle momentum: one cycle is exactly one EMA step with momentum beta^p.
+   Met: law for one coordinate of fixed curvature; coupled blocks only by the cycle map (T4). *)
+Theorem claim_cycle_is_ema : forall x m eta beta lam p, (0 < p)%nat -> 0 <= beta < 1 ->
+  visited_block x m eta beta lam p -> forall k,
+  x (S k * p)%nat = x (k * p)%nat - eta * cycle_momentum m beta p k /\
+  cycle_momentum m beta p (S k)
+    = beta ^ p * cycle_momentum m beta p k + (1 - beta ^ p) * (lam * x (S k * p)%nat).
+Proof. exact cycle_is_ema. Qed.
+
+(* [T5] Its limit, as an equivalence: all roots inside the unit circle exactly when 0 < eta lam < 2 (1 + beta^p)/(1 - beta^p).
+   Met: uncoupled quadratics. *)
+Theorem claim_uncoupled_limit : forall beta eta lam p, 0 <= beta < 1 -> (0 < p)%nat ->
+  ((forall z, is_root (momentum_trace (beta ^ p) eta lam) (beta ^ p) z -> Cmod z < 1)
+   <-> 0 < eta * lam < uncoupled_edge beta p).
+Proof. exact uncoupled_limit. Qed.
+
+(* [T6] One gradient pulse g moves x by -eta (1 - beta) beta^k g at the k-th step after it.
+   Met: law: SGD with EMA momentum, no decay. *)
+Theorem claim_pulse : forall x m eta beta g, pulse x m eta beta g ->
+  forall k, x (S k) = x k - eta * (1 - beta) * beta ^ k * g /\ x k = pulse_position (x 0%nat) eta beta g k.
+Proof. exact pulse_response. Qed.
+
+(* [T6] In total the pulse moves x by exactly -eta g: EMA momentum delays the step and does not change it.
+   Met: law. *)
+Theorem claim_pulse_total : forall x m eta beta g, 0 <= beta < 1 -> pulse x m eta beta g ->
+  is_lim_seq x (x 0%nat - eta * g).
+Proof. exact pulse_total. Qed.
+
+(* [T6] AdamW, k idle steps after step s in closed form, with decoupled decay and torch's place of eps.
+   Met: law; the trainer's optimiser states are compared with it. *)
+Theorem claim_adamw_idle : forall x m v eta lam beta1 beta2 eps s k,
+  adamw_idle x m v eta lam beta1 beta2 eps s ->
+  x k = (1 - eta * lam) ^ k * x 0%nat - eta * psum (fun i => (1 - eta * lam) ^ (k - S i)
+    * adamw_idle_step (m 0%nat) (v 0%nat) beta1 beta2 eps s (S i)) k.
+Proof. exact adamw_idle_closed. Qed.
+
+(* [T7] Skipping layers of a backward chain of linear maps I + F_j, |F_j| at most l_j: the bias is at most the product of 1 + l_j over all layers less that over the kept ones.
+   Met: l_j would have to be measured on a network; the cosine is measured instead. *)
+Theorem claim_skip_bias : forall (V : NormedModule R_AbsRing) (F : nat -> V -> V) (l : nat -> R),
+  (forall j v w, F j (minus v w) = minus (F j v) (F j w)) -> (forall j v, norm (F j v) <= l j * norm v) ->
+  (forall j, 0 <= l j) -> forall kept n v,
+  norm (minus (chain V F (fun _ => true) n v) (chain V F kept n v))
+    <= (pprod (fun j => 1 + (if true then l j else 0)) n - pprod (fun j => 1 + (if kept j then l j else 0)) n) * norm v.
+Proof. exact skip_bias. Qed.
+
+(* [T7] All layers skipped: the bias is at most the product of 1 + l_j less 1, and that is at most exp of the sum of l_j less 1.
+   Met: as above. *)
+Theorem claim_identity_bias : forall (V : NormedModule R_AbsRing) (F : nat -> V -> V) (l : nat -> R),
+  (forall j v w, F j (minus v w) = minus (F j v) (F j w)) -> (forall j v, norm (F j v) <= l j * norm v) ->
+  (forall j, 0 <= l j) -> forall n v,
+  norm (minus (chain V F (fun _ => true) n v) v) <= (pprod (fun j => 1 + l j) n - 1) * norm v /\
+  pprod (fun j => 1 + l j) n - 1 <= exp (psum l n) - 1.
+Proof. exact identity_bias. Qed.
+
+(* [T7] Gradient flow: if every l_j is below 1, at least the product of 1 - l_j of the top gradient's norm arrives.
+   Met: as above; nothing is guaranteed where some l_j is 1 or more. *)
+Theorem claim_gradient_flow : forall (V : NormedModule R_AbsRing) (F : nat -> V -> V) (l : nat -> R),
+  (forall j v, norm (F j v) <= l j * norm v) -> (forall j, 0 <= l j) -> forall n v, (forall j, l j < 1) ->
+  pprod (fun j => 1 - l j) n * norm v <= norm (chain V F (fun _ => true) n v).
+Proof. exact gradient_flow. Qed.
+
+(* [T7] Identity mode is not block descent: for b below -1 a step along the surrogate raises the loss of two residual layers.
+   Met: law, by construction. *)
+Theorem claim_identity_ascends : forall x a b eta, x <> 0 -> b < -1 -> 0 < eta ->
+  loss x b a < loss x b (a - eta * x).
+Proof. exact identity_ascends. Qed.
+
+(* [T8] Curvature of a LoRA block: the second-derivative form is at most lambda (|X|^2 + |Y|^2), for matrices in any norms with spectral bounds a, b and |G| at most gamma.
+   Met: L_W, a, b and |G| are measured; that the form is the second derivative is proved for scalars only. *)
+Theorem claim_lora_block : forall (VX VY VW : NormedModule R_AbsRing) (BX : VX -> VW) (YA : VY -> VW)
+  (H : VW -> R) (GYX : VY -> VX -> R) (LW s a b gamma : R), 0 <= LW -> 0 <= s -> 0 <= a -> 0 <= b ->
+  (forall w, H w <= LW * norm w ^ 2) ->
+  (forall X, norm (BX X) <= b * norm X) -> (forall Y, norm (YA Y) <= a * norm Y) ->
+  (forall Y X, Rabs (GYX Y X) <= gamma * (norm Y * norm X)) ->
+  forall X Y, H (scal s (plus (BX X) (YA Y))) + 2 * s * GYX Y X
+    <= lora_curvature (s ^ 2 * LW) a b (s * gamma) * (norm X ^ 2 + norm Y ^ 2).
+Proof. exact lora_block. Qed.
+
+(* [T8] The bound is attained: some unit (u, v) gives the two-dimensional form exactly lambda.
+   Met: law. *)
+Theorem claim_lora_attained : forall c a b sG, exists u v, u ^ 2 + v ^ 2 = 1 /\
+  lora_form c a b sG u v = lora_curvature c a b sG.
+Proof. exact form_attained. Qed.
+
+(* [T8] Where the form comes from: the second derivative of f (W + s (B + t Y)(A + t X)) at t = 0, one-by-one factors.
+   Met: law, for scalars. *)
+Theorem claim_lora_derivative : forall (f f1 f2 : R -> R) (W s A B X Y : R),
+  (forall w, is_derive f w (f1 w)) -> (forall w, is_derive f1 w (f2 w)) ->
+  let w := fun t => W + s * ((B + t * Y) * (A + t * X)) in
+  let phi1 := fun t => f1 (w t) * (s * (Y * (A + t * X) + (B + t * Y) * X)) in
+  (forall t, is_derive (fun t => f (w t)) t (phi1 t)) /\
+  is_derive phi1 0 (f2 (W + s * (B * A)) * (s * (B * X + Y * A)) ^ 2 + 2 * s * (f1 (W + s * (B * A)) * (Y * X))).
+Proof. exact lora_second_derivative. Qed.
+
+(* [T9] Steady movement per cycle of p steps under AdamW, gradient 1 once a cycle, idle momentum, in units of eta.
+   Met: constant gradient, eps = 0, decay 0, t large; torch's optimiser is compared with it. *)
+Theorem claim_adamw_drift : forall beta1 beta2 p m v,
+  0 <= beta1 < 1 -> 0 < beta2 < 1 -> beta1 <> sqrt beta2 -> (0 < p)%nat ->
+  m = beta1 ^ p * m + (1 - beta1) -> v = beta2 ^ p * v + (1 - beta2) ->
+  psum (fun k => beta1 ^ k * m / sqrt (beta2 ^ k * v)) p = adamw_drift_per_cycle beta1 beta2 p.
+Proof. exact adamw_drift. Qed.
+
+(* [T9] It tends to sqrt p as beta2 tends to 1 from below.
+   Met: law; at beta2 = 0.999 within 0.1 percent for p up to 8. *)
+Theorem claim_drift_limit : forall beta1 p, 0 <= beta1 < 1 -> (0 < p)%nat ->
+  filterlim (fun beta2 => adamw_drift_per_cycle beta1 beta2 p) (at_left 1) (locally (sqrt (INR p))).
+Proof. exact drift_limit. Qed.
+
+(* [T10] Noise floor of one coordinate under EMA momentum: every stationary second moment has this variance of x.
+   Met: noisy quadratics; coupled problems numerically by the Lyapunov equation. *)
+Theorem claim_noise_floor : forall eta beta lam s2 pxx pxm pmm, 0 < eta -> 0 <= beta < 1 -> 0 < lam ->
+  eta * (1 - beta) * lam < 2 * (1 + beta) -> stationary eta beta lam s2 pxx pxm pmm ->
+  pxx = noise_variance eta beta lam s2.
+Proof. exact noise_floor. Qed.
+
+(* [T11] A fixed perturbation E of the Hessian moves the top curvature by at most its size (Weyl).
+   Met: law at one point; the size of NF4's error is computed numerically, not proved. *)
+Theorem claim_weyl : forall n H E l l' e, top_curvature n H l ->
+  top_curvature n (fun i j => H i j + E i j) l' ->
+  (forall v, Rabs (dot n v (mv n E v)) <= e * nrm n v ^ 2) -> Rabs (l' - l) <= e.
+Proof. exact weyl. Qed.
+
+(* [T12] Exact mode, equal contiguous blocks: backward reaches (1 + 1/p)/2 of the layers on average over a cycle.
+   Met: law; seconds and bytes are measured. *)
+Theorem claim_reach : forall p, (0 < p)%nat ->
+  psum (fun j => 1 - INR j / INR p) p / INR p = reach_mean p.
+Proof. exact reach_contiguous. Qed.
+
+(* [T12] Interleaved blocks: backward reaches 1 - (p - 1)/(2 N) of the layers on average.
+   Met: law. *)
+Theorem claim_reach_interleaved : forall p N, (0 < p <= N)%nat ->
+  psum (fun j => 1 - INR j / INR N) p / INR p = reach_interleaved_mean p N.
+Proof. exact reach_interleaved. Qed.
+
+(* [T12] The layers' speed-up in exact mode lies between 1 and 2 p.
+   Met: law; r_in and r_ad are measured. *)
+Theorem claim_exact_speedup : forall r_in r_ad p, 0 <= r_in -> 0 <= r_ad -> 1 <= p ->
+  1 <= exact_layer_speedup r_in r_ad p < 2 * p.
+Proof. exact exact_speedup. Qed.
