@@ -34,7 +34,7 @@ RIM = {"far": 0.02, "near": 0.05, "slow": np.inf}
 
 # (dimension, vectors kept at a restart, restarts) of the Krylov spaces tried in turn.
 FIRST = 48
-SPACES = ((FIRST, 16, 5), (96, 40, 5), (192, 90, 6), (384, 180, 8), (768, 360, 12))
+SPACES = ((FIRST, 16, 3), (96, 40, 3), (192, 90, 4), (384, 180, 6), (768, 360, 12))
 
 
 @dataclass

@@ -107,7 +107,7 @@ def stability_limit(
     (the
                     determinant of the cycle, prod |1 - eta lambda(A_ii)|, must be below 1); with momentum:
                     3 times the uncoupled limit of the least curved block
-    scan_points     learning rates in the scan, by default 100 to 400, and 12 to 32 for states of more than
+    scan_points     learning rates in the scan, by default 100 to 1000, and 12 to 32 for states of more than
                     DENSE_SIZE numbers: a window narrower than their distance can be missed
 
     An eigenvalue of A below -1e-10 |A| is a saddle: learning_rate 0, `positive_part_limit` beside it. One
@@ -425,7 +425,7 @@ class DenseSpectrum:
 
 def _default_points(method: str, size: int, ratio: float) -> int:
     if method == "dense":
-        return 400 if size <= 24 else 200 if size <= 48 else 100
+        return 1000 if size <= 24 else 200 if size <= 48 else 100
     # Large problems: steps of a tenth, of more over a range of more than twentyfold.
     return int(np.clip(np.log(ratio) / np.log(1.1), 12, 32))
 

@@ -54,11 +54,11 @@ def _near_misses(excess: Callable[[Array], Array], grid: Array, values: Array) -
     candidates = [
         i
         for i in range(1, len(grid) - 1)
-        if rising[i - 1] != rising[i] and (rising[i - 1] > 0) == (values[i] < 0) and abs(values[i]) < 0.5
+        if rising[i - 1] != rising[i] and (rising[i - 1] > 0) == (values[i] < 0) and values[i] > -0.5
     ]
     candidates.sort(key=lambda i: abs(values[i]))
     extra, found = [], []
-    for i in candidates[:12]:
+    for i in candidates[:24]:
         sign = -1.0 if values[i] < 0 else 1.0
         best = minimize_scalar(
             lambda eta, sign=sign: sign * float(excess(np.array([eta]))[0]),
