@@ -52,7 +52,7 @@ class ProofError(RuntimeError):
 
 @dataclass(frozen=True)
 class Claim:
-    """One theorem of Statements.v: id of theory, name, words, file of its proof, where its hypotheses hold."""
+    """One theorem of Statements.v: id, name, words, file of its proof, where its hypotheses hold."""
 
     theorem: str
     name: str
@@ -65,8 +65,9 @@ class Claim:
 class Row:
     """One line of the table.
 
-    ``coq``: "checked", "not checked here" or what failed. ``axioms``: None if not audited. ``sympy``: "checked"
-    (a symbolic derivation from the algorithm ends in the proved formula), "none", or what failed.
+    ``coq``: "checked", "not checked here" or what failed. ``axioms``: those behind all claims of the theorem id;
+    None if not audited. ``sympy``: "checked" (a symbolic derivation from the algorithm ends in the proved
+    formula), "none", or what failed.
     """
 
     theorem: str
@@ -191,27 +192,29 @@ def run_coqchk(built: Path) -> None:
     _run(["coqchk", "-silent", "-R", ".", "LCSB", *modules], built)
 
 
-def _coq_column(everything: bool) -> tuple[str, list[set[str]] | None]:
-    """What Coq says of the whole set of claims, and the axioms behind each of them."""
+def _coq_column(everything: bool) -> tuple[str, dict[str, set[str]]]:
+    """What Coq says of the whole set of claims, and the axioms behind the claims of each theorem id."""
     open_ends = [*holes(), *(f"{name} is not in the build" for name in unbuilt_files())]
     if open_ends:
-        return "failed: " + "; ".join(open_ends), None
+        return "failed: " + "; ".join(open_ends), {}
     if not have_coq():
-        return NOT_CHECKED, None
+        return NOT_CHECKED, {}
+    by_theorem: dict[str, list[str]] = {}
+    for claim in claims():
+        by_theorem.setdefault(claim.theorem, []).append(f"Statements.{claim.name}")
     with tempfile.TemporaryDirectory(prefix="lcsb-proofs-") as temporary:
         built = Path(temporary)
         try:
             build(built)
             # the last group is every result of the project: an axiom must not hide outside the claims
-            axioms = axioms_of(built, [[f"Statements.{claim.name}"] for claim in claims()] + [results()])
+            axioms = axioms_of(built, [*by_theorem.values(), results()])
             if everything:
                 run_coqchk(built)
         except ProofError as error:
-            return f"failed: {error}", None
+            return f"failed: {error}", {}
+    own = dict(zip(by_theorem, axioms[:-1], strict=True))
     strange = sorted(axioms[-1] - ALLOWED_AXIOMS)
-    if strange:
-        return f"failed: rests on {', '.join(strange)}", axioms[:-1]
-    return CHECKED, axioms[:-1]
+    return (f"failed: rests on {', '.join(strange)}" if strange else CHECKED), own
 
 
 def prove(gate: bool = False) -> list[Row]:
@@ -224,8 +227,8 @@ def prove(gate: bool = False) -> list[Row]:
 
     coq, axioms = _coq_column(everything=gate)
     rows = []
-    for number, claim in enumerate(claims()):
-        own = None if axioms is None else tuple(sorted(axioms[number]))
+    for claim in claims():
+        own = tuple(sorted(axioms[claim.theorem])) if axioms else None
         sympy = outcome(claim.name)
         rows.append(Row(claim.theorem, claim.name, claim.statement, claim.file, coq, sympy, own, claim.met))
     return rows
