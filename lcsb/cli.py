@@ -88,11 +88,20 @@ def validate(
     folder = stages.open_run(root, settings)
     progress = _progress()
     stages.measure(folder, progress)
+    _print_corpus(folder)
     stages.predict(folder)
     expected = duration(stages.expected_run_seconds(folder))
     errors.print(f"predictions registered; a whole run is expected to take about {expected}", highlight=False)
     stages.run(folder, progress)
     _judge(folder, claims, gate, as_json, with_report=True)
+
+
+def _print_corpus(folder: Any) -> None:
+    from reports.records import read_json
+
+    corpus = read_json(folder.environment)["corpus"]
+    counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in corpus["counts"].items())
+    errors.print(f"corpus {corpus['source']} (sha256 {corpus['sha256'][:12]}): {counts}", highlight=False)
 
 
 def _describe(settings: Any, root: Path) -> None:
@@ -128,6 +137,7 @@ def measure(
     if size != "standard" or config is not None or set_ or not folder.config.exists():
         folder = stages.open_run(run, RunConfig.build(size, config, set_ or []))
     measured = stages.measure(folder, _progress())
+    _print_corpus(folder)
     costs = measured.costs
     if as_json:
         _print_json({"held_out_loss": measured.held_out_loss, "forward": costs.forward, "head": costs.head})

@@ -16,7 +16,8 @@ class LCSBCallback(TrainerCallback):
 
     The Trainer builds its optimiser from all adapters, accumulates and clips as ever; this callback selects the layers
     before each optimiser step and applies the idle policy just before `optimizer.step()`. It undoes the input-gradient
-    hook that `Trainer.train()` switches on when recompute is used.
+    hook that `Trainer.train()` switches on when recompute is used. Trainer tells callbacks nothing when training ends
+    by an exception: call `close` then, or start another training, which does it first.
 
     Example:
         >>> Trainer(model=model, args=args, train_dataset=data,
@@ -36,6 +37,7 @@ class LCSBCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Enter the context at the trainer's step count."""
+        self.close()
         self.lcsb = selective_backward(kwargs["model"], self.config, seed=args.seed, t=state.global_step)
         self.lcsb.__enter__()
 
@@ -62,5 +64,10 @@ class LCSBCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Leave the model as it was found."""
-        self._running().__exit__(None, None, None)
-        self.lcsb = None
+        self.close()
+
+    def close(self) -> None:
+        """Leave the model as it was found, if training is under way (it was ended by an exception)."""
+        if self.lcsb is not None:
+            self.lcsb.__exit__(None, None, None)
+            self.lcsb = None
