@@ -479,6 +479,8 @@ _EXPERIMENTS: Final[dict[str, Callable[[Bound], Iterator[Case]]]] = {
     "T6-corollary": lambda bound: _momentum(bound, "momentum", _any_order, "sum"),
     "T6b-energy": _energy,
     "T6b": lambda bound: _momentum(bound, "frozen", _any_order, "sum"),
+    "T6b-sharp": lambda bound: _momentum(bound, "frozen", _any_order, "sum"),
+    "T6b-sharp-cycles": lambda bound: _momentum(bound, "frozen", _fixed_order, "cycles"),
     "T6b-cycles": lambda bound: _momentum(bound, "frozen", _fixed_order, "cycles"),
     "T7-bias": _chains,
     "T7-bias-exponential": _chains,

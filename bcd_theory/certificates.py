@@ -170,8 +170,8 @@ def cyclic_nonconvex(
 ) -> Certificate:
     """Mean squared gradient at the starts of K cycles over all L-smooth f with f(x^0) - inf f <= 1 (all L_i = L).
 
-    Beside T2 (momentum = 0), T6-cycles (idle momentum) or T6b-cycles over K (frozen). The learning rate is eta; every
-    L-smooth function that stays above its infimum is in the class, and nothing else is.
+    Beside T2 (momentum = 0), T6-cycles (idle momentum) or T6b-sharp-cycles over K (frozen). The learning rate is eta;
+    the class holds every L-smooth function that stays above its infimum, and nothing else.
 
     Raises:
         ValueError: momentum together with delta, of which no theorem speaks. SolverError, ImportError.
@@ -210,10 +210,10 @@ def cyclic_nonconvex(
         "delta": delta,
         "beta": momentum,
     }
-    bound_id = "T2" if momentum == 0 else {"momentum": "T6-cycles", "frozen": "T6b-cycles"}[idle]
+    bound_id = "T2" if momentum == 0 else {"momentum": "T6-cycles", "frozen": "T6b-sharp-cycles"}[idle]
     bound = BOUNDS[bound_id]
     theorem = float(bound.evaluate(**{name: values[name] for name in bound.variables}))
-    theorem /= cycles if bound_id == "T6b-cycles" else 1
+    theorem /= cycles if bound_id == "T6b-sharp-cycles" else 1
     settings: dict[str, Any] = {
         "blocks": blocks,
         "learning_rate": learning_rate,

@@ -261,6 +261,97 @@ def _t6b_cycles() -> Formula:
     )
 
 
+def _rays() -> tuple[list[sympy.Expr], list[sympy.Expr]]:
+    """Numerators and denominators of sum |g|^2 over the energy spent, at the corners v in {0, u}, w in {0, 4u}."""
+    eta, L_max, beta = symbols("eta L_max beta")
+    b, a = beta / (1 - beta), eta * L_max
+    far = 4 * beta / (1 - beta) ** 2
+    numerators = [1 + b * s + far * t for s in (0, 1) for t in (0, 1)]
+    denominators = [1 - a / 2 + b / 2 * s + 2 * b * t for s in (0, 1) for t in (0, 1)]
+    return numerators, denominators
+
+
+def frozen_constant() -> sympy.Expr:
+    """The largest of the four ratios; r^2/(r - a/2) decides once it is at least 2 and above 1/(1 - a/2) (T6b)."""
+    import sympy
+
+    return sympy.Max(*(top / bottom for top, bottom in zip(*_rays(), strict=True)))
+
+
+def _t6b_sharp() -> Formula:
+    import sympy
+
+    eta, L_max, beta = symbols("eta L_max beta")
+    m, after = sympy.symbols("m m_after", real=True)
+    s, t, constant = sympy.symbols("s t C", nonnegative=True)
+    b = beta / (1 - beta)
+    g = (after - beta * m) / (1 - beta)
+    weight = eta * beta / (2 * (1 - beta))
+    corners = [(1 - s) * (1 - t), (1 - s) * t, s * (1 - t), s * t]
+    numerators, denominators = _rays()
+    return Formula(
+        _gap() / eta * frozen_constant(),
+        condition=1 - eta * L_max / 2,
+        steps=(
+            Step(
+                "the energy's decrease, nothing dropped (T6b-energy drops the second term)",
+                eta * g * after - L_max / 2 * eta**2 * after**2 + weight * (m**2 - after**2),
+                eta * (1 - eta * L_max / 2) * after**2 + weight * (after - m) ** 2,
+            ),
+            Step(
+                "the gradient by the same quantities; the middle term telescopes over the steps of a block",
+                g**2,
+                after**2 + b * (after**2 - m**2) + beta / (1 - beta) ** 2 * (after - m) ** 2,
+            ),
+            Step(
+                "u = sum |m+|^2, v = sum over blocks of the last |m|^2, w = sum |m+ - m|^2: v <= u, and w <= 4 u by",
+                2 * after**2 + 2 * m**2 - (after - m) ** 2,
+                (after + m) ** 2,
+                nonnegative=True,
+            ),
+            Step(
+                "with v = s u and w = 4 t u the sum of |g|^2 lies between its values at the corners",
+                1 + b * s + 4 * beta / (1 - beta) ** 2 * t,
+                sum(corner * top for corner, top in zip(corners, numerators, strict=True)),
+            ),
+            Step(
+                "and so does the energy spent, u + ... times eta, which is at most f0 - fstar",
+                1 - eta * L_max / 2 + b / 2 * s + 2 * b * t,
+                sum(corner * bottom for corner, bottom in zip(corners, denominators, strict=True)),
+            ),
+            Step("the corner s = 0, t = 1 is r^2/(r - a/2)", numerators[1], _ratio() ** 2),
+            Step("its denominator", denominators[1], _ratio() - eta * L_max / 2),
+            Step(
+                "so the sum is at most the largest ratio times the energy",
+                constant.subs(constant, frozen_constant()) * (_gap() / eta),
+                _gap() / eta * frozen_constant(),
+            ),
+        ),
+    )
+
+
+def _t6b_sharp_cycles() -> Formula:
+    import sympy
+
+    eta, L, L_max, p = symbols("eta L L_max p")
+    drift = eta * L * sympy.sqrt(p - 1)
+    x, y = sympy.symbols("x y", nonnegative=True)
+    expression = (sympy.sqrt(frozen_constant()) + drift / sympy.sqrt(1 - eta * L_max / 2)) ** 2 * _gap() / eta
+    return Formula(
+        expression,
+        condition=1 - eta * L_max / 2,
+        steps=(
+            Step(
+                "Minkowski as in T6b, with x^2 = sum |g|^2 over its energy and y^2 = sum |m+|^2 over its own",
+                ((x + drift * y) ** 2 * _gap() / eta).subs(
+                    {x: sympy.sqrt(frozen_constant()), y: 1 / sympy.sqrt(1 - eta * L_max / 2)}
+                ),
+                expression,
+            ),
+        ),
+    )
+
+
 _T6 = (SMOOTH, JOINT, BELOW, EXACT, MOMENTUM)
 _T6B = (SMOOTH, BELOW, EXACT, FROZEN)
 _SUM = "sum over all steps of the squared gradient of the selected block"
@@ -280,6 +371,13 @@ MOMENTUM_BOUNDS: Final[tuple[Bound, ...]] = (
           ("eta", "L_i", "m2"), _t6b_energy, attained="f = L_i x^2 / 2 at beta = 0, or with m = m+"),
     Bound("T6b", "frozen momentum, any order", "upper", "upper", _SUM, _T6B, "T6b",
           ("eta", "L_max", "beta", "f0", "fstar"), _t6b),
+    Bound("T6b-sharp", "frozen momentum, any order, sharp", "upper", "upper", _SUM, _T6B,
+          "T6b with the energy's second term kept", ("eta", "L_max", "beta", "f0", "fstar"), _t6b_sharp),
+    Bound("T6b-sharp-cycles", "frozen momentum, sum over cycles, sharp", "upper", "upper",
+          "sum over cycles of the squared full gradient at the start of each cycle",
+          (*_T6B, JOINT, "each cycle visits each of the p blocks once, in any order"),
+          "T6b with the energy's second term kept",
+          ("eta", "L", "L_max", "beta", "p", "f0", "fstar"), _t6b_sharp_cycles),
     Bound("T6b-cycles", "frozen momentum, sum over cycles", "upper", "upper",
           "sum over cycles of the squared full gradient at the start of each cycle",
           (*_T6B, JOINT, "each cycle visits each of the p blocks once, in any order"), "T6b",

@@ -70,7 +70,7 @@ def test_t2_is_tight_for_one_block_at_the_classical_step(cycles: int) -> None:
 )
 def test_theorems_lie_above_the_nonconvex_worst_case(options: dict[str, float]) -> None:
     found = cyclic_nonconvex(**options)
-    assert found.bound_id in ("T2", "T6-cycles", "T6b-cycles")
+    assert found.bound_id in ("T2", "T6-cycles", "T6b-sharp-cycles")
     assert found.theorem is not None and found.value <= found.theorem * (1 + 1e-6)
     assert abs(found.gap) < 1e-5
 

@@ -70,6 +70,10 @@ FORMULAS = {
     "T6b-cycles": lambda eta, L, L_max, beta, p, f0, fstar: (
         ((1 + beta) / (1 - beta) + eta * L * sqrt(p - 1)) ** 2 * (f0 - fstar) / (eta * (1 - eta * L_max / 2))
     ),
+    "T6b-sharp": lambda eta, L_max, beta, f0, fstar: frozen(eta * L_max, beta) * (f0 - fstar) / eta,
+    "T6b-sharp-cycles": lambda eta, L, L_max, beta, p, f0, fstar: (
+        (sqrt(frozen(eta * L_max, beta)) + eta * L * sqrt(p - 1) / sqrt(1 - eta * L_max / 2)) ** 2 * (f0 - fstar) / eta
+    ),
     "T7-bias": lambda lipschitz, m: (1 + lipschitz) ** m - 1,
     "T7-bias-exponential": lambda lipschitz, m: exp(m * lipschitz) - 1,
     "T7-relative": lambda contraction, m: (1 - contraction) ** -m - 1,
@@ -94,6 +98,16 @@ LIMITS = {
     "T6-corollary": lambda L, L_max, beta: min(1 / (2 * L_max), (1 - beta) / (2 * beta * L)),
     "T6b": lambda L_max: 2 / L_max,
 }
+
+
+def frozen(a: float, beta: float) -> float:
+    """Largest sum |g|^2 for a unit of energy over v in [0, u], w in [0, 4u], by search on a grid."""
+    b = beta / (1 - beta)
+    return max(
+        (1 + b * v + b / (1 - beta) * w) / (1 - a / 2 + b / 2 * v + b / 2 * w)
+        for v in np.linspace(0, 1, 5)
+        for w in np.linspace(0, 4, 9)
+    )
 
 
 def kappa(beta: float, p: float) -> float:
@@ -214,6 +228,8 @@ def test_sharp_forms_are_never_worse() -> None:
         ("T2-cycle", "T2-textbook-cycle"),
         ("T2", "T2-textbook"),
         ("Beck-Tetruashvili-sharp", "Beck-Tetruashvili"),
+        ("T6b-sharp", "T6b"),
+        ("T6b-sharp-cycles", "T6b-cycles"),
         ("T8", "T8-simple"),
         ("T7-bias", "T7-bias-exponential"),
     ):
@@ -221,6 +237,8 @@ def test_sharp_forms_are_never_worse() -> None:
             values = draw(rng, BOUNDS[sharp].variables)
             if "eta" in values:
                 values["eta"] = float(rng.uniform(0.01, 2))
+            if "beta" in values:
+                values["beta"] = float(rng.uniform(0.1, 0.99))
             if sharp.startswith("Beck"):
                 values["L"] = values["L_max"] * float(rng.uniform(1, values["p"]))
             better, worse = BOUNDS[sharp].evaluate(**values), BOUNDS[textbook].evaluate(**values)
