@@ -27,9 +27,9 @@ from bcd_theory.inverse_cycle import InverseCycle
 Complex = NDArray[np.complex128]
 
 # The two searches overlap: M - I answers for |nu| > FAR, its inverse for |nu| < NEAR.
-FAR, NEAR = 0.8, 1.0
+FAR, NEAR = 0.4, 1.0
 # A Ritz value closer to the rim than this has to converge before a verdict.
-RIM = {"far": 0.02, "near": 0.05, "slow": np.inf}
+RIM = {"far": 0.02, "near": 0.02, "slow": np.inf}
 
 
 # (dimension, vectors kept at a restart, restarts) of the Krylov spaces tried in turn.
@@ -165,8 +165,8 @@ class KrylovSpectrum:
             waiting = relevant & ~converged & (value > max(-RIM[which], best))
             clear = sign_only and best > 10 * tolerance
             quiet = 0 if np.any(waiting) else quiet + 1
-            # Nothing at the rim in the first space may mean that it has not come up yet: look once more.
-            if exact or clear or quiet >= (1 if best > -RIM[which] else 2):
+            # A stable answer is looked at twice: what decides may not have come up in the first space.
+            if exact or clear or quiet >= (1 if best > 0 else 2):
                 self._remember(which, basis[:, :length], y, value, relevant)
                 if not np.any(relevant):
                     return Found(-1.0, None, False, restart)

@@ -61,7 +61,8 @@ def main(arguments: list[str] | None = None) -> int:
     stability_limit(np.eye(2), [[0], [1]])  # imports and warm-up are not what is measured
     rows = []
     print(
-        f"{'n':>5} {'blocks':>6}  {'variant':<14} {'limit':>10} {'products':>9} {'cpu s':>7} {'wall s':>7} {'budget':>7}"
+        f"{'n':>5} {'blocks':>6}  {'variant':<14} {'limit':>10} {'products':>9} {'cpu s':>7} {'wall s':>7} "
+        f"{'budget':>7}"
     )
     for n, p, budget in SIZES:
         if options.only not in (None, n):

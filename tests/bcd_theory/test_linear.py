@@ -362,7 +362,14 @@ def angles(n):
     return np.cos(angle[:, None] - angle)
 
 
+def decaying(n, power):
+    q = np.linalg.qr(np.random.default_rng(4).normal(size=(n, n)))[0]
+    a = q @ np.diag(np.arange(1.0, n + 1) ** -power) @ q.T
+    return (a + a.T) / 2
+
+
 MATRICES = {
+    "decaying spectrum": decaying(60, 2),
     "square": wishart(60, 1),
     "well conditioned": wishart(60, 1, rank=240),
     "low rank, limit at the eigenvalue +1": wishart(60, 1, rank=15),
@@ -388,6 +395,17 @@ def test_krylov_verdicts_equal_dense_ones(name, beta, idle, krylov, monkeypatch)
     assert len(found.intervals) == len(dense.intervals)
     assert radii == pytest.approx([dense.spectral_radius(eta) for eta in etas], rel=1e-6)
     assert abs(found.critical_eigenvalue) == pytest.approx(1, abs=1e-6)
+
+
+def test_krylov_on_a_field_that_is_no_gradient(krylov, monkeypatch):
+    rng = np.random.default_rng(0)
+    g = wishart(40, 5) + 0.2 * np.eye(40) + 0.02 * rng.normal(size=(40, 40))
+    options = {"A": g, "blocks": equal_blocks(40, 4), "field": g, "momentum": 0.8, "scan_points": 48}
+    found = stability_limit(**options)
+    monkeypatch.setattr(linear, "DENSE_SIZE", 1000)
+    dense = stability_limit(**options)
+    assert (found.method, dense.method) == ("krylov", "dense")
+    assert found.learning_rate == pytest.approx(dense.learning_rate, rel=1e-7)
 
 
 def test_large_problem_costs_few_products(krylov):
