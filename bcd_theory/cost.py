@@ -5,7 +5,9 @@ One step costs
     F + H + O + sum over the layers that backward visits of (recompute + input gradient + adapter gradient)
 
 with F the forward pass of the layers, H head, loss and embedding in both directions and O the optimiser. F, H
-and O are never skipped, except that the optimiser touches the selected layers only under idle policy frozen.
+and O are never skipped, except that the optimiser touches the selected layers only under idle policy frozen,
+and that a layer which leaves no graph behind (identity idle, or below the lowest selected one) runs its forward
+pass without the part of F that goes into the graph.
 What backward does in one layer depends on the mode:
 
     layer                          exact          identity      mlp
@@ -67,8 +69,10 @@ class StepCosts:
         dequantisation: the part of recompute + input_gradient spent dequantising weights ("of which").
         attention_recompute: attention's part of recompute ("of which"); mode mlp does without it.
         attention_input_gradient: attention's part of input_gradient ("of which").
+        graph_forward: the part of forward that goes into the graph ("of which"): a layer that leaves none is
+            that much cheaper.
 
-    The last six are totals over the N layers, or sequences of N values, one a layer from the embedding up.
+    The last seven are totals over the N layers, or sequences of N values, one a layer from the embedding up.
 
     Raises:
         ValueError: a negative or non-finite time, a sequence of wrong length, a part larger than its whole.
@@ -84,6 +88,7 @@ class StepCosts:
     dequantisation: Seconds = 0.0
     attention_recompute: Seconds = 0.0
     attention_input_gradient: Seconds = 0.0
+    graph_forward: Seconds = 0.0
 
     def __post_init__(self) -> None:
         if self.layers < 1:
@@ -92,6 +97,10 @@ class StepCosts:
             value = float(getattr(self, name))
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} must be a finite time of at least 0 s, got {value}")
+        if self.total("graph_forward") > self.forward * (1 + 1e-9):
+            raise ValueError(
+                f"graph_forward ({self.total('graph_forward'):.6g} s) is more than forward ({self.forward:.6g} s)"
+            )
         wholes = {name: self.by_layer(name) for name in ("recompute", "input_gradient", "adapter_gradient")}
         parts = (
             ("attention_recompute", wholes["recompute"]),
@@ -249,13 +258,25 @@ def step_seconds(
     backward = float(visited @ selected)
     if plans is None:
         backward += float(grades[mode] @ passed)
+        graph = selected if mode == "identity" else selected + passed
     else:
         if blocks is None:
             blocks = _schedule_blocks(costs.layers, layers_per_step, schedule)
-        steps = zip(blocks, plans, strict=True)
+        steps = list(zip(blocks, plans, strict=True))
         backward += sum(plan_seconds(costs, block, plan, recompute) for block, plan in steps) / len(blocks)
+        graph = np.mean([_leaves_graph(costs.layers, block, plan) for block, plan in steps], axis=0)
+    forward = costs.forward - float(costs.by_layer("graph_forward") @ (1.0 - graph))
     optimizer = costs.optimizer * (float(selected.mean()) if idle == "frozen" else 1.0)
-    return costs.forward + costs.head + optimizer + backward
+    return forward + costs.head + optimizer + backward
+
+
+def _leaves_graph(layers: int, block: Sequence[int], plan: Sequence[str | None]) -> NDArray[np.float64]:
+    """1 for a layer whose forward pass leaves a graph under a plan, else 0: selected, or passed and not identity."""
+    chosen = _chosen(layers, block)
+    lowest = int(np.argmax(chosen))
+    return np.array(
+        [float(chosen[layer] or (layer > lowest and plan[layer] != "identity")) for layer in range(layers)]
+    )
 
 
 def plan_seconds(

@@ -416,7 +416,7 @@ def main() -> None:
 
         if not isinstance(error, JobError):
             raise
-        _fail(f"lcsb: {error}", FAILED)
+        _fail(f"lcsb: {error}", BAD_INPUT if error.bad_input else FAILED)
 
 
 if __name__ == "__main__":

@@ -104,6 +104,8 @@ def dequantisation_seconds(model: nn.Module, repeats: int) -> float:
     import bitsandbytes as bnb
 
     weights = [m.weight for m in model.modules() if isinstance(m, bnb.nn.Linear4bit)]
+    if not weights:
+        return 0.0
     seconds = []
     for _ in range(repeats):
         begin = clock()
@@ -122,9 +124,10 @@ def measure_costs(
 ) -> tuple[StepCosts, float]:
     """Seconds by part of a full step, and the relative spread of the repeats.
 
-    Three kinds of step, with recompute (if asked for) and without: `full`; `exact` and `mlp` with only the lowest
-    layer selected, whose backward passes through every layer but computes the adapter gradients of one. Repeats are
-    interleaved, so that a drift of the machine's speed meets all alike.
+    Kinds of step, with recompute (if asked for) and without: `full`; `exact` and `mlp` with only the lowest layer
+    selected, whose backward passes through every layer but computes the adapter gradients of one; `identity`, whose
+    forward leaves the graph of one layer alone. Repeats are interleaved, so that a drift of the machine's speed meets
+    all alike.
 
     Args:
         model: with adapters in every layer. Its adapters are changed by the steps taken.
@@ -132,7 +135,7 @@ def measure_costs(
             in the model.
         repeats: one less than the number of steps of each kind; medians are used.
     """
-    kinds = (("full", None), ("exact", 1), ("mlp", 1))
+    kinds = (("full", None), ("exact", 1), ("mlp", 1), ("identity", 1))
     times: dict[tuple[str, bool], list[StepTimes]] = {}
     # One round warms up, and one is more than asked for: the parts are differences of steps, which scatter more.
     rounds = (
@@ -140,7 +143,7 @@ def measure_costs(
     )  # the parts are differences of steps, so they need more of them than a step's own time does
     for repeat in range(rounds + 1):
         for on in (True, False) if recompute else (False,):
-            for backward, k in kinds:
+            for backward, k in kinds[: 4 if on == recompute else 3]:
                 config = LCSBConfig(backward, layers_per_step=k)  # type: ignore[arg-type]
                 context = contextlib.nullcontext() if on else without_recompute(model)
                 with context, selective_backward(model, config) as lcsb:
@@ -160,6 +163,7 @@ def measure_costs(
     if recompute:
         both = max(layers["exact", True] - layers["mlp", True], 0.0) * idle
         attention_again = min(max(both - attention, 0.0), again)
+    graph = max(full.forward - medians["identity", recompute].forward, 0.0) * idle
     totals = [row.total for row in times["full", recompute]]
     costs = StepCosts(
         layers=n,
@@ -172,6 +176,7 @@ def measure_costs(
         dequantisation=min(dequantisation_seconds(model, repeats) * (2 if recompute else 1), passing),
         attention_recompute=attention_again,
         attention_input_gradient=min(attention, passing - again),
+        graph_forward=min(graph, full.forward),
     )
     return costs, (max(totals) - min(totals)) / (2 * statistics.median(totals))
 

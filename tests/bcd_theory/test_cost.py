@@ -268,3 +268,14 @@ def test_peak_bytes_follow_the_memory_paragraph() -> None:
     kept = peak_bytes(model, "full", tokens=256, logit_rows=32, recompute=False)
     assert kept.activations == 36 * full.activations
     assert peak_bytes(model, "full", tokens=256, floor=10**6, logit_rows=32).total == full.total + 10**6
+
+
+def test_forward_without_a_graph_by_plan():
+    """A certified plan: identity layers and those below the lowest selected one run forward without a graph."""
+    costs = StepCosts(4, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, graph_forward=0.4)
+    plans = [(None, "identity", "mlp", "exact"), (None, None, "exact", "identity")]
+    found = step_seconds(costs, "certified", blocks=[[0], [1]], plans=plans)
+    # layer 1 in the first step, layers 0 and 3 in the second: 0.1 each
+    assert found == pytest.approx((1.0 - 0.1 + 1.0 - 0.2) / 2)
+    with pytest.raises(ValueError, match="graph_forward"):
+        StepCosts(4, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, graph_forward=1.1)

@@ -70,6 +70,17 @@ def test_speedups_are_t12_closed_forms():
     assert found.number("dequantisation/share") == pytest.approx(0.5 / 2.5)
 
 
+def test_a_layer_without_a_graph_has_a_cheaper_forward_pass():
+    found = predict(measurements(costs=dataclasses.replace(measurements().costs, graph_forward=0.4)))
+    for p in (1, 2, 4):
+        reach = (1 + 1 / p) / 2
+        identity = 1.6 - 0.4 * (1 - 1 / p) + 2.5 / p
+        exact = 1.6 - 0.4 * (1 - reach) + 2.1 * reach + 0.4 / p
+        assert found.number(f"seconds/identity/{p}") == pytest.approx(identity, rel=1e-12)
+        assert found.number(f"seconds/exact/{p}") == pytest.approx(exact, rel=1e-12)
+    assert found.number("seconds/full/1") == pytest.approx(4.1)
+
+
 def test_without_recompute_nothing_of_it_is_counted():
     found = predict(measurements(recompute=False))
     assert found.number("seconds/full/1") == pytest.approx(4.1 - 1.1)
