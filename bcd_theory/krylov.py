@@ -69,10 +69,13 @@ class KrylovSpectrum:
         return np.array([self._worst(float(eta), 1e-4, True).value for eta in etas])
 
     def radius(self, eta: float) -> float:
-        """Spectral radius: of the rim eigenvalues and the slowest mode."""
-        found = [self._search(which, eta, 1e-10, False) for which in ("far", "near", "slow")]
-        nu = np.array([self._rayleigh(eta, f.vector) for f in found if f.vector is not None])
-        return float(np.sqrt(1 + np.max(growth(nu))))
+        """Spectral radius; it has to converge wherever it lies, so it may cost more than a verdict."""
+        slow = self._search("slow", eta, 1e-9, False)
+        floor = slow.value if slow.vector is not None else -1.0
+        found = (slow, self._search("far", eta, 1e-9, False, floor))
+        vectors = [f.vector for f in found if f.vector is not None and f.value >= floor]
+        nu = np.array([self._rayleigh(eta, vector) for vector in vectors])
+        return float(np.sqrt(1 + np.max(growth(nu), initial=-1.0)))
 
     def critical(self, eta: float) -> tuple[complex, NDArray[Any]]:
         """The eigenvalue that decides at eta, and the x part of its eigenvector in unit norm."""
@@ -105,8 +108,14 @@ class KrylovSpectrum:
             x -= self.null_space @ (self.null_space.T @ x)
         return w
 
-    def _search(self, which: str, eta: float, tolerance: float, sign_only: bool) -> Found:
-        """Krylov-Schur on M - I ('far') or its inverse ('near': the rim; 'slow': the slowest mode)."""
+    def _search(
+        self, which: str, eta: float, tolerance: float, sign_only: bool, floor: float | None = None
+    ) -> Found:
+        """Krylov-Schur on M - I ('far') or its inverse ('near': the rim; 'slow': the slowest mode).
+
+        floor   a value that the answer has to be right above (default: -RIM)
+        """
+        floor = -RIM[which] if floor is None else floor
 
         def forward(v: Array) -> Array:
             return self._project(self.cycle.difference(eta, v))
@@ -119,11 +128,11 @@ class KrylovSpectrum:
             m, keep, restarts = SPACES[level]
             m = min(m, free)
             keep = max(1, min(keep, m - 4))
-            found = self._krylov_schur(apply, which, m, keep, restarts, tolerance, sign_only)
+            found = self._krylov_schur(apply, which, m, keep, restarts, tolerance, sign_only, floor)
             if found is not None:
                 # The next learning rate starts with this space, or a smaller one where this was more than
                 # enough.
-                roomy = found.restarts == 0 and found.value < -RIM[which]
+                roomy = found.restarts == 0 and found.value < floor
                 self._level[which] = max(0, level - 1) if roomy else level
                 return found
             if m == free:
@@ -139,6 +148,7 @@ class KrylovSpectrum:
         restarts: int,
         tolerance: float,
         sign_only: bool,
+        floor: float,
     ) -> Found | None:
         size = self.cycle.size
         start = np.random.default_rng(0).normal(size=(size, 1))
@@ -162,7 +172,7 @@ class KrylovSpectrum:
             converged = residual <= tolerance * np.abs(ritz)
             best = float(np.max(value[converged & relevant], initial=-np.inf))
             # Only what may lie beyond the outermost converged eigenvalue is worth waiting for.
-            waiting = relevant & ~converged & (value > max(-RIM[which], best))
+            waiting = relevant & ~converged & (value > max(floor, best))
             clear = sign_only and best > 10 * tolerance
             quiet = 0 if np.any(waiting) else quiet + 1
             # A stable answer is looked at twice: what decides may not have come up in the first space.
