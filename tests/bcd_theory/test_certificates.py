@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 pytest.importorskip("PEPit")
-pytest.importorskip("clarabel")
 
 from bcd_theory.audit import run
 from bcd_theory.certificates import (
