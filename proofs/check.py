@@ -240,9 +240,10 @@ def rows_as_json(rows: Sequence[Row]) -> str:
     return json.dumps(table, allow_nan=False)
 
 
-def markdown_table(claims_: Sequence[Claim] | None = None) -> str:
+def markdown_table() -> str:
     """The claims as a Markdown table, for proofs/README.md (a test keeps the page and Statements.v equal)."""
     lines = ["| id | claim | in words | proof | hypotheses met or measured |", "|" + " --- |" * 5]
-    for c in claims() if claims_ is None else claims_:
-        lines.append(f"| {c.theorem} | `{c.name}` | {c.statement} | {c.file} | {c.met} |")
+    for c in sorted(claims(), key=lambda claim: (int(re.sub(r"\D", "", claim.theorem)), claim.theorem)):
+        words, met = (text.replace("|", "\\|") for text in (c.statement, c.met))
+        lines.append(f"| {c.theorem} | `{c.name}` | {words} | {c.file} | {met} |")
     return "\n".join(lines)

@@ -22,6 +22,21 @@ _SQUARES: dict[str, tuple[int, int]] = {
 }
 """Natural arguments at which the square roots of these formulas are rational."""
 
+
+def _q(*values: str) -> tuple[sp.Rational, ...]:
+    return tuple(sp.Rational(value) for value in values)
+
+
+_POINTS: dict[str, list[tuple[sp.Rational, ...]]] = {
+    "adamw_idle_step": [
+        _q("1/3", "15", "9/10", "3/5", "1/7", "1", "1"),
+        _q("-2", "4", "1/2", "3/5", "1/4", "0", "2"),
+    ],
+    "adamw_drift_per_cycle": [_q("1/3", "9/16", "2"), _q("1/4", "25/144", "2")],
+    "lora_curvature": [_q("1", "3", "1", "9/2"), _q("2", "1", "2", "16/5")],
+}
+"""Whole points for formulas whose roots are rational only at some of them (Pythagorean triples)."""
+
 _HEADER = """From Coq Require Import Reals Lra.
 From LCSB Require Import Formulas.
 Open Scope R_scope.
@@ -33,6 +48,8 @@ Ltac decide_min := repeat match goal with |- context [Rmin ?a ?b] =>
 
 def points_of(formula: Formula) -> list[tuple[object, ...]]:
     """Two exact points at which the formula's value is rational."""
+    if formula.name in _POINTS:
+        return [tuple(point) for point in _POINTS[formula.name]]
     naturals = _SQUARES.get(formula.name, (2, 3))
     return [
         tuple(
@@ -45,7 +62,7 @@ def points_of(formula: Formula) -> list[tuple[object, ...]]:
 def _rational(value: sp.Expr) -> str:
     value = sp.nsimplify(value)
     if not isinstance(value, sp.Rational):
-        raise ValueError(f"{value} is not rational: name squares for this formula")
+        raise ValueError(f"{value} is not rational: give this formula points at which it is")
     return f"({value.p} / {value.q})" if value.p >= 0 else f"(- {-value.p} / {value.q})"
 
 

@@ -54,3 +54,13 @@ def test_a_wrong_formula_fails_its_derivation(monkeypatch: pytest.MonkeyPatch) -
     assert derivations._verdict.__wrapped__(derivations.DERIVATIONS["claim_stable"]) == "checked"
     monkeypatch.setattr(derivations, "_formulas", lambda: wrong)
     assert derivations._verdict.__wrapped__(derivations.DERIVATIONS["claim_stable"]).startswith("failed")
+
+
+def test_the_readme_shows_the_same_table() -> None:
+    page = (Path(check.__file__).parent / "README.md").read_text(encoding="utf-8")
+    assert check.markdown_table() in page
+
+
+def test_every_theorem_of_the_list_has_a_row() -> None:
+    expected = {f"T{n}" for n in range(1, 13)} | {"T6b"}
+    assert {claim.theorem for claim in check.claims()} == expected
