@@ -86,8 +86,8 @@ class IdleLaw:
             return {"kind": "law", "t": t, "checked": len(self._departures), "moved": moved}
         worst, worst_tensor, rounding, violations = 0.0, None, 0, 0
         for name, departure in self._departures.items():
-            error, predicted, limit = self._deviation(departure, parameters[name])
-            if predicted < limit:
+            error, predicted, limit, rounded = self._deviation(departure, parameters[name])
+            if predicted < limit or LAW_TOLERANCE * predicted < error <= rounded:
                 rounding += 1
                 violations += error > limit
                 continue
@@ -105,8 +105,12 @@ class IdleLaw:
             "violations": int(violations),
         }
 
-    def _deviation(self, departure: _Departure, parameter: nn.Parameter) -> tuple[float, float, float]:
-        """|recorded - predicted|_2, |predicted|_2 and 100 float32 roundings of x, for one tensor's displacement."""
+    def _deviation(self, departure: _Departure, parameter: nn.Parameter) -> tuple[float, float, float, float]:
+        """|recorded - predicted|_2, |predicted|_2, 100 float32 roundings of x, and those that decay makes.
+
+        Weight decay multiplies x itself at every step, before momentum is added: two roundings of x a step, which can
+        be more than the tolerance of a displacement as small as decay alone gives.
+        """
         group = self._group[id(parameter)]
         departure.idle_steps += 1
         departure.displacement += idle_step(
@@ -123,5 +127,6 @@ class IdleLaw:
         )
         recorded = _float64(parameter) - departure.parameter
         error = float(np.linalg.norm(recorded - departure.displacement))
-        limit = LAW_ROUNDINGS * FLOAT32_ROUNDING * float(np.linalg.norm(departure.parameter))
-        return error, float(np.linalg.norm(departure.displacement)), limit
+        rounding = FLOAT32_ROUNDING * float(np.linalg.norm(departure.parameter))
+        rounded = 2 * departure.idle_steps * rounding if group["weight_decay"] else 0.0
+        return error, float(np.linalg.norm(departure.displacement)), LAW_ROUNDINGS * rounding, rounded

@@ -47,7 +47,15 @@ class Reporter(Protocol):
 
 
 class JobError(RuntimeError):
-    """Some jobs failed; the message has one line for each."""
+    """Some jobs failed; the message has one line for each.
+
+    Attributes:
+        bad_input: every failure was one of what the job was given (ValueError, OSError), not of the job.
+    """
+
+    def __init__(self, message: str, bad_input: bool = False) -> None:
+        super().__init__(message)
+        self.bad_input = bad_input
 
 
 @contextlib.contextmanager
@@ -131,6 +139,7 @@ def run_jobs(
     start_share = shares.total()
     results: dict[int, Any] = {}
     failures: list[str] = []
+    bad_input = True
     context = multiprocessing.get_context("spawn")
     with (
         _thread_limit(threads),
@@ -152,8 +161,10 @@ def run_jobs(
                         results[index] = future.result()
                     except BrokenProcessPool:
                         failures.append(f"{jobs[index].name}: its process was killed (out of memory?)")
+                        bad_input = False
                     except Exception as error:
                         failures.append(f"{jobs[index].name}: {type(error).__name__}: {error}")
+                        bad_input &= isinstance(error, (ValueError, OSError))
                 running = [futures[future] for future in pending if future.running()][:workers]
                 for index in running:
                     shares.started.setdefault(index, time.monotonic())
@@ -171,5 +182,5 @@ def run_jobs(
                 process.terminate()
             raise
     if failures:
-        raise JobError("\n".join(failures))
+        raise JobError("\n".join(failures), bad_input)
     return [results[index] for index in range(len(jobs))]

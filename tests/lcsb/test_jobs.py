@@ -43,14 +43,16 @@ def test_results_in_order_and_progress(tmp_path):
 
 def test_a_failure_does_not_stop_the_others(tmp_path):
     jobs = [Job("bad one", fail, ("no such layer",), 1.0), Job("good one", write, (tmp_path / "file",), 1.0)]
-    with pytest.raises(JobError, match=r"^bad one: ValueError: no such layer$"):
+    with pytest.raises(JobError, match=r"^bad one: ValueError: no such layer$") as caught:
         run_jobs(jobs, 1, poll_seconds=0.1)
+    assert caught.value.bad_input
     assert (tmp_path / "file").read_text() == "done"
 
 
 def test_a_killed_process_is_said():
-    with pytest.raises(JobError, match="victim: its process was killed"):
+    with pytest.raises(JobError, match="victim: its process was killed") as caught:
         run_jobs([Job("victim", kill_myself, (), 1.0)], 1, poll_seconds=0.1)
+    assert not caught.value.bad_input
 
 
 def test_one_thread_each_and_the_environment_comes_back():
