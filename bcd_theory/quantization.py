@@ -117,6 +117,26 @@ def relative_error(
     return float(np.sqrt(square))
 
 
+def relative_error_from_scales(
+    scales: ArrayLike, standard_deviation: float, quantization: str = "nf4", block_size: int = 64
+) -> float:
+    """|E| / |W| of one matrix from its blocks' scales and the root mean square of its weights (T11, a law).
+
+    The mean over the given maxima M of (n - 1) mse(M / sigma) / n: as `relative_error`, with the maxima that the matrix
+    has instead of those of Gaussian weights. Trained weights have larger ones: on SmolLM2's projections the Gaussian
+    law is 2 % (nf4), 3 % (fp4) and 5 % (int4) low, this one within 0.7 %. Scales are stored in a quantised checkpoint.
+
+    Raises:
+        ValueError: a negative scale, or a standard deviation that is not positive.
+    """
+    maxima = np.asarray(scales, dtype=np.float64).ravel()
+    if not standard_deviation > 0 or np.any(maxima < 0) or len(maxima) == 0:
+        raise ValueError("scales must be at least 0, one a block, and the standard deviation positive")
+    filled = maxima[maxima > 0] / standard_deviation  # a block of zeros has no error
+    total = float(np.sum(rounding_mse(filled, quantization)))
+    return float(np.sqrt(total / len(maxima) * (block_size - 1) / block_size))
+
+
 def scale_error(block_size: int = 64) -> float:
     """Root mean square error of a block's scale under double quantisation, in standard deviations of the weights.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from scipy import integrate, stats
@@ -12,6 +14,7 @@ from bcd_theory.quantization import (
     measured_relative_error,
     perturbation_norm,
     relative_error,
+    relative_error_from_scales,
     round_trip,
     rounding_mse,
     scale_error,
@@ -41,6 +44,40 @@ def test_expectation_equals_a_draw_of_gaussian_weights(quantization: str) -> Non
     weights = np.random.default_rng(1).standard_normal(2**21)
     found = measured_relative_error(weights, round_trip(weights, quantization, 64))
     assert relative_error(quantization, 64) == pytest.approx(found, rel=0.003)
+
+
+def test_error_from_scales_on_gaussian_weights_is_the_law() -> None:
+    weights = np.random.default_rng(7).standard_normal((4096, 64))
+    scales = np.abs(weights).max(axis=1)
+    assert relative_error_from_scales(scales, 1.0) == pytest.approx(relative_error(), rel=0.005)
+    # Units cancel, and a block of zeros has no error.
+    assert relative_error_from_scales(3 * scales, 3.0) == pytest.approx(
+        relative_error_from_scales(scales, 1.0)
+    )
+    half = relative_error_from_scales(np.concatenate([scales, 0 * scales]), 1.0)
+    assert half == pytest.approx(relative_error_from_scales(scales, 1.0) / np.sqrt(2))
+    with pytest.raises(ValueError, match="standard deviation"):
+        relative_error_from_scales(scales, 0.0)
+
+
+def test_predicted_error_on_trained_weights_within_two_percent(demo_model: Path) -> None:
+    import gguf
+
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(demo_model).tensors}
+    names = [
+        f"blk.{layer}.{part}.weight" for layer in (0, 9, 20, 29) for part in ("attn_q", "attn_v", "ffn_down")
+    ]
+    matrices = [
+        np.asarray(gguf.dequantize(tensors[n].data, tensors[n].tensor_type), np.float64) for n in names
+    ]
+    for quantization in ("nf4", "fp4", "int4"):
+        real, predicted = 0.0, 0.0
+        for weights in matrices:
+            real += np.sum((round_trip(weights, quantization) - weights) ** 2)
+            scales = np.abs(weights.reshape(-1, 64)).max(axis=1)
+            law = relative_error_from_scales(scales, float(np.sqrt(np.mean(weights**2))), quantization)
+            predicted += law**2 * np.sum(weights**2)
+        assert np.sqrt(predicted) == pytest.approx(np.sqrt(real), rel=0.02)
 
 
 def test_double_quantisation_adds_the_scales_error() -> None:
