@@ -10,6 +10,7 @@ import scipy.sparse as sp
 from scipy.sparse.linalg import aslinearoperator
 
 import bcd_theory.linear as linear
+import bcd_theory.quadratic as quadratic
 from bcd_theory.cycle import CycleMap
 from bcd_theory.inverse_cycle import InverseCycle
 from bcd_theory.linear import stability_limit
@@ -395,6 +396,27 @@ def test_krylov_verdicts_equal_dense_ones(name, beta, idle, krylov, monkeypatch)
     assert len(found.intervals) == len(dense.intervals)
     assert radii == pytest.approx([dense.spectral_radius(eta) for eta in etas], rel=1e-6)
     assert abs(found.critical_eigenvalue) == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize("make", [sp.csr_array, aslinearoperator])
+def test_matrices_too_large_to_write_out(make, krylov, monkeypatch):
+    monkeypatch.setattr(quadratic, "DENSE_SIZE", 10)
+    monkeypatch.setattr(quadratic, "EIGEN_SIZE", 10)
+    a, blocks = wishart(60, 1, rank=240), equal_blocks(60, 6)
+    expected = stability_limit(a, blocks).learning_rate
+    written_out = []
+    monkeypatch.setattr(quadratic, "written_out", lambda *_: written_out.append(1))
+    found = stability_limit(make(a), blocks)
+    assert found.learning_rate == pytest.approx(expected, rel=1e-7)
+    full = stability_limit(make(a), order="full").learning_rate
+    assert full == pytest.approx(2 / np.linalg.eigvalsh(a)[-1], rel=1e-9)
+    # One direction of the kernel is found and projected out; a large kernel is refused by name.
+    values, vectors = np.linalg.eigh(a)
+    singular = (vectors[:, 1:] * values[1:]) @ vectors[:, 1:].T
+    assert stability_limit(make(singular), blocks).null_dimension == 1
+    with pytest.raises(ValueError, match="a kernel of 16 dimensions or more"):
+        stability_limit(make(wishart(60, 1, rank=15)), blocks)
+    assert not written_out
 
 
 def test_krylov_on_a_field_that_is_no_gradient(krylov, monkeypatch):
