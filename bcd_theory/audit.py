@@ -259,7 +259,7 @@ def _unit(rng: np.random.Generator, n: int) -> Array:
 
 def _energy(bound: Bound) -> Iterator[Case]:
     for problem, rng in _problems(13):
-        beta = float(rng.choice([0.0, 0.5, 0.9, 0.99]))
+        beta = float(rng.choice([0.1, 0.5, 0.9, 0.99]))
         eta = float(rng.uniform(0.05, 0.99) * 2 / problem.block_smoothness.max())
         trace = run(problem, eta, CYCLES, _any_order(problem, rng), momentum=beta)
         found = bound.evaluate(eta=eta, L_i=problem.block_smoothness[trace.block], m2=trace.m2)
@@ -354,7 +354,7 @@ def _expected(bound: Bound, needs: str, own_rates: bool) -> Iterator[Case]:
 
 def _momentum(bound: Bound, idle: str, order: Callable[..., Any], quantity: str) -> Iterator[Case]:
     for problem, rng in _problems(31):
-        beta = float(rng.choice([0.0, 0.3, 0.9, 0.97]))
+        beta = float(rng.choice([0.1, 0.3, 0.9, 0.97]))
         values: dict[str, Any] = {
             "L": problem.smoothness,
             "L_max": float(problem.block_smoothness.max()),
