@@ -95,8 +95,7 @@ def _measure(root: Path) -> None:
     fidelity = measure_fidelity(model, batch, k)
     start_loss, _ = held_out_loss(model, corpus.held_out[: config.eval_windows])
     lcsb = selective_backward(model, LCSBConfig("exact", layers_per_step=k))
-    # Last, because its steps change the adapters.
-    optimizer = make_optimizer(model, config, config.optimizer.learning_rate)
+    optimizer = make_optimizer(model, config, learning_rate=0.0)  # a run that will diverge can be timed too
     costs, spread = measure_costs(model, batch, optimizer, config.recompute, config.timing_repeats)
     write_json(
         folder.measurements,
@@ -252,7 +251,7 @@ def _measure_timing(root: Path) -> None:
     seed = config.seeds[0]
     model, corpus = prepare(config, seed, config.recompute)
     batch = language_batch(corpus.batch(seed, 0, config.batch_size), model)
-    optimizer = make_optimizer(model, config, config.optimizer.learning_rate)
+    optimizer = make_optimizer(model, config, learning_rate=0.0)
     ks = {p: layers_per_step(model, config, p) for p in config.timing_cycle_lengths}
     rows, backward = measure_speedups(model, batch, optimizer, ks, config.timing_repeats)
     share = dequantisation_seconds(model, config.timing_repeats) * (2 if config.recompute else 1) / backward
@@ -289,7 +288,7 @@ def _arm_jobs(folder: RunFolder, config: RunConfig, expected: _Expected) -> list
     for seed in config.seeds:
         for arm in config.arms:
             metrics = folder.arm(arm.name, seed).metrics
-            if metrics.exists() and read_metrics(metrics).finished:
+            if _status(folder, arm.name, seed) is not None:
                 continue
             jobs.append(
                 Job(
@@ -335,14 +334,22 @@ def _read_part(folder: RunFolder, name: str) -> dict[str, Any]:
 
 
 def _fidelity_batches(folder: RunFolder, config: RunConfig) -> list[tuple[str, int, int]]:
-    """(stage, held-out batch, adapter seed): the seeds take turns, so no result rests on one adapter start."""
-    has_full = [
-        s for s in config.seeds if (folder.arm("full", s).adapter / "adapter_model.safetensors").exists()
-    ]
+    """(stage, held-out batch, adapter seed): the seeds take turns, so no result rests on one adapter start.
+
+    `after` is measured on what the arm `full` has learned; where it diverged there is nothing to measure on.
+    """
+    learned = [seed for seed in config.seeds if _status(folder, "full", seed) == "done"]
     found = [("start", i, config.seeds[i % len(config.seeds)]) for i in range(config.fidelity_batches)]
     return found + [
-        ("after", i, has_full[i % len(has_full)]) for i in range(config.fidelity_batches) if has_full
+        ("after", i, learned[i % len(learned)]) for i in range(config.fidelity_batches) if learned
     ]
+
+
+def _status(folder: RunFolder, arm: str, seed: int) -> str | None:
+    """How an arm ended: done, diverged, or None if it has not."""
+    metrics = folder.arm(arm, seed).metrics
+    end = read_metrics(metrics).end if metrics.exists() else None
+    return end.status if end else None
 
 
 def _fidelity_jobs(folder: RunFolder, config: RunConfig, expected: _Expected) -> list[Job]:

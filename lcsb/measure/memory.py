@@ -91,7 +91,7 @@ def _fresh_process(config_path: str, backward: str) -> dict[str, Any]:
     with AnonymousPeak() as anonymous:
         config = RunConfig.read(Path(config_path))
         model, corpus = prepare(config, config.seeds[0], config.recompute)
-        optimizer = make_optimizer(model, config, config.optimizer.learning_rate)
+        optimizer = make_optimizer(model, config, learning_rate=0.0)  # a diverging run needs as much
         lcsb_config = LCSBConfig(backward, layers_per_step=layers_per_step(model, config))  # type: ignore[arg-type]
         with selective_backward(model, lcsb_config) as lcsb:
             for step in range(lcsb.schedule.cycle_length):

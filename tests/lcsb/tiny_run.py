@@ -44,6 +44,7 @@ def settings(folder: Path, **changes) -> RunConfig:
         "timing_repeats": 1,
         "timing_cycle_lengths": [1, 2],
         "fidelity_batches": 2,
+        "workers": 1,  # importing torch costs each process more than the work does
         "lora": {"r": 2, "alpha": 4},
         "optimizer": {"learning_rate": 1e-3},
         "data": {"source": str(folder / "corpus.txt"), "tokens": 16},
