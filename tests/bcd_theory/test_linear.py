@@ -185,8 +185,14 @@ def test_bounds_without_momentum_and_the_critical_mode():
         x = found.slowest_mode
         d = sum(np.vdot(x[b], a[np.ix_(b, b)] @ x[b]).real for b in PAIRS) / np.vdot(x, x).real
         assert found.learning_rate * d == pytest.approx(2, rel=1e-6)
-        frozen = stability_limit(a, PAIRS, momentum=0.9, idle="frozen")
-        assert frozen.learning_rate >= 2 / largest * (1 - 1e-12)
+        # With frozen momentum a mode leaves the disk at the angle theta only where
+        # eta x*Dx = 2 (1 - beta cos theta)/(1 - beta) x*x, which is at least 2: the linear form of T6b.
+        for beta in (0.5, 0.9):
+            frozen = stability_limit(a, PAIRS, momentum=beta, idle="frozen")
+            assert frozen.learning_rate >= 2 / largest * (1 - 1e-12)
+            x, cosine = frozen.slowest_mode, frozen.critical_eigenvalue.real
+            d = sum(np.vdot(x[b], a[np.ix_(b, b)] @ x[b]).real for b in PAIRS) / np.vdot(x, x).real
+            assert frozen.learning_rate * d == pytest.approx(2 * (1 - beta * cosine) / (1 - beta), rel=1e-5)
 
 
 def test_equal_block_curvatures_attain_the_lower_bound():
