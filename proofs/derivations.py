@@ -119,7 +119,10 @@ def sharp_cycles(formulas: dict[str, Formula]) -> Iterator[Pair]:
     for q in (1, 4):
         drift = sp.sqrt(sum((L * eta * (1 + delta)) ** 2 for _ in range(q)))
         yield sp.sqrt(q) * sp.sqrt((L * eta * (1 + delta)) ** 2), drift
-        yield (U + sp.sqrt(q) * L * eta * (1 + delta) * U) ** 2, formulas["cycle_factor"](L, eta, delta, q) * U**2
+        yield (
+            (U + sp.sqrt(q) * L * eta * (1 + delta) * U) ** 2,
+            formulas["cycle_factor"](L, eta, delta, q) * U**2,
+        )
     yield formulas["cycle_bound"](f0, fmin, Lmax, L, 1 / Lmax, 0, 0), 2 * Lmax * (f0 - fmin)
 
 
@@ -161,6 +164,40 @@ def idle_momentum(formulas: dict[str, Formula]) -> Iterator[Pair]:
     yield decrease / (eta * size**2), formulas["idle_bracket"](Lmax, L, eta, beta)
     f0, fmin = _real("f0 fmin")
     yield (f0 - fmin) / (eta * sp.Rational(1, 4)), formulas["idle_simple_bound"](f0, fmin, eta)
+
+
+@derivation("claim_coherence", "claim_idle_sum_cyclic", "claim_idle_cycles_cyclic")
+def coherence(formulas: dict[str, Formula]) -> Iterator[Pair]:
+    """Periodic gradients are the worst case: kappa^2 is the energy of a block's momentum over one cycle."""
+    beta, g = sp.symbols("beta g", positive=True)
+    for p in (1, 2, 4):
+        after = sp.solve(beta**p * sp.Symbol("m") + (1 - beta) * g - sp.Symbol("m"), sp.Symbol("m"))[0]
+        energy = sum((beta**k * after) ** 2 for k in range(p))
+        yield energy / g**2, formulas["coherence_squared"](beta, p)
+    f0, fmin, Lmax, L, eta = sp.symbols("f0 fmin L_max L eta", positive=True)
+    whole = formulas["idle_bound"](f0, fmin, Lmax, L, eta, beta)
+    yield whole, formulas["cyclic_idle_bound"](f0, fmin, Lmax, L, eta, beta, 1)
+
+
+@derivation("claim_angle", "claim_angle_limit")
+def angle(formulas: dict[str, Formula]) -> Iterator[Pair]:
+    """Put a surrogate of given length and cosine into the block's quadratic upper bound."""
+    eta, L, rho, cosine, g = sp.symbols("eta L rho cosine g", positive=True)
+    decrease = eta * cosine * g * (rho * g) - L / 2 * eta**2 * (rho * g) ** 2
+    yield decrease / g**2, formulas["angle_coeff"](eta, L, rho, cosine)
+    yield sp.solve(decrease / (eta * g**2), eta)[0], formulas["angle_step_max"](L, rho, cosine)
+
+
+@derivation("claim_lora_simple")
+def lora_simple(formulas: dict[str, Formula]) -> Iterator[Pair]:
+    """The two bounds at a = b, and their squares less half the trace in general."""
+    a, b, c, g = sp.symbols("a b c sG", positive=True)
+    yield formulas["lora_curvature"](c, a, a, g), formulas["lora_curvature_simple"](c, a, a, g)
+    half = c * (a**2 + b**2) / 2
+    simple, sharp = (
+        formulas[name](c, a, b, g) - half for name in ("lora_curvature_simple", "lora_curvature")
+    )
+    yield sp.expand(simple**2 - sharp**2), sp.expand(c * g * (a - b) ** 2)
 
 
 @derivation("claim_cycle_is_ema", "claim_uncoupled_limit")
@@ -214,7 +251,9 @@ def adamw_idle(formulas: dict[str, Formula]) -> Iterator[Pair]:
         m, v = beta1 * m, beta2 * v
         corrected = m / (1 - beta1 ** (start + j)), v / (1 - beta2 ** (start + j))
         x = x * (1 - eta * lam) - eta * corrected[0] / (sp.sqrt(corrected[1]) + eps)
-        closed = (1 - eta * lam) * closed - eta * formulas["adamw_idle_step"](m0, v0, beta1, beta2, eps, start, j)
+        closed = (1 - eta * lam) * closed - eta * formulas["adamw_idle_step"](
+            m0, v0, beta1, beta2, eps, start, j
+        )
         yield sp.expand(x), sp.expand(closed)
 
 
@@ -279,5 +318,7 @@ def lora_derivative(formulas: dict[str, Formula]) -> Iterator[Pair]:
     weight = W + s * (B + t * Y) * (A + t * X)
     second = sp.diff(f.subs(w, weight), t, 2).subs(t, 0)
     at = W + s * B * A
-    form = sp.diff(f, w, 2).subs(w, at) * (s * (B * X + Y * A)) ** 2 + 2 * s * sp.diff(f, w).subs(w, at) * Y * X
+    form = (
+        sp.diff(f, w, 2).subs(w, at) * (s * (B * X + Y * A)) ** 2 + 2 * s * sp.diff(f, w).subs(w, at) * Y * X
+    )
     yield sp.expand(second), sp.expand(form)

@@ -32,6 +32,15 @@ _POINTS: dict[str, list[tuple[sp.Rational, ...]]] = {
         _q("1/3", "15", "9/10", "3/5", "1/7", "1", "1"),
         _q("-2", "4", "1/2", "3/5", "1/4", "0", "2"),
     ],
+    "cyclic_bracket": [_q("2", "3", "1/7", "3/4", "2"), _q("1", "5/2", "1/3", "5/12", "2")],
+    "cyclic_idle_bound": [
+        _q("5", "1", "2", "3", "1/7", "3/4", "2"),
+        _q("3", "2", "1", "5/2", "1/3", "5/12", "2"),
+    ],
+    "cyclic_idle_cycle_bound": [
+        _q("5", "1", "2", "3", "1/7", "3/4", "2"),
+        _q("3", "2", "1", "5/2", "1/3", "5/12", "2"),
+    ],
     "adamw_drift_per_cycle": [_q("1/3", "9/16", "2"), _q("1/4", "25/144", "2")],
     "lora_curvature": [_q("1", "3", "1", "9/2"), _q("2", "1", "2", "16/5")],
 }
@@ -53,7 +62,8 @@ def points_of(formula: Formula) -> list[tuple[object, ...]]:
     naturals = _SQUARES.get(formula.name, (2, 3))
     return [
         tuple(
-            naturals[k] if a.is_integer else _POOL[(i + k) % len(_POOL)] for i, a in enumerate(formula.arguments)
+            naturals[k] if a.is_integer else _POOL[(i + k) % len(_POOL)]
+            for i, a in enumerate(formula.arguments)
         )
         for k in range(2)
     ]

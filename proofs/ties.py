@@ -51,12 +51,26 @@ def _largest_textbook_step(L: Any, delta: Any) -> sp.Expr:
     return _at(limit, L_max=L, delta=delta)
 
 
-def _idle_bracket(Lmax: Any, L: Any, eta: Any, beta: Any) -> sp.Expr:
+def _largest_angle_step(L: Any, rho: Any, cosine: Any) -> sp.Expr:
     from bcd_theory import BOUNDS
 
-    condition = BOUNDS["T6"].formula.condition
+    limit = BOUNDS["T2-angle"].largest_step()
+    assert limit is not None
+    return _at(limit, L_i=L, rho=rho, cosine=cosine)
+
+
+def _coherence(beta: Any, p: Any) -> sp.Expr:
+    from bcd_theory.momentum_bounds import coherence_squared
+
+    return _at(coherence_squared(), beta=beta, p=p)
+
+
+def _idle_bracket(Lmax: Any, L: Any, eta: Any, beta: Any, p: Any = None) -> sp.Expr:
+    from bcd_theory import BOUNDS
+
+    condition = BOUNDS["T6" if p is None else "T6-cyclic"].formula.condition
     assert condition is not None
-    return _at(condition, L_max=Lmax, L=L, eta=eta, beta=beta)
+    return _at(condition, L_max=Lmax, L=L, eta=eta, beta=beta, p=p)
 
 
 def _coast(x0: Any, m0: Any, eta: Any, beta: Any, K: Any) -> float:
@@ -162,17 +176,23 @@ TIES: dict[str, Tie] = {
         "T2", f0=f0, fstar=fstar, eta=2 * c, L_max=1 / (2 * c), L=1, delta=0, p=1, K=T
     ),
     # the contraction by q: T3 for random blocks with p = 1, eta = L_max = 1 and mu = q
-    "pl_bound": lambda f0, fstar, q, T: _bound_at("T3-random", f0=f0, fstar=fstar, eta=1, L_max=1, mu=q, p=1, T=T),
+    "pl_bound": lambda f0, fstar, q, T: _bound_at(
+        "T3-random", f0=f0, fstar=fstar, eta=1, L_max=1, mu=q, p=1, T=T
+    ),
     "cyclic_factor": lambda N, L, eta: _from_stepsize("textbook_factor", p=N, L=L, eta=eta, delta=0),
     "coast_position": _coast,
     "coast_limit": _coast_limit,
     "true_grad_a": _true_gradient,
-    "biased_coeff": lambda eta, L, delta: eta * _from_stepsize("textbook_constant", eta=eta, L_max=L, delta=delta),
+    "biased_coeff": lambda eta, L, delta: (
+        eta * _from_stepsize("textbook_constant", eta=eta, L_max=L, delta=delta)
+    ),
     "biased_step_max": _largest_textbook_step,
     "momentum_trace": lambda beta, eta, lam: _cycle_trace([[float(lam)]], float(eta), float(beta)),
     "momentum_edge": _uncoupled,
     "sharp_constant": lambda a, delta: _from_stepsize("biased_constant", eta=a, L_max=1, delta=delta),
-    "cycle_factor": lambda L, eta, delta, q: _from_stepsize("cycle_factor", L=L, eta=eta, delta=delta, p=q + 1),
+    "cycle_factor": lambda L, eta, delta, q: _from_stepsize(
+        "cycle_factor", L=L, eta=eta, delta=delta, p=q + 1
+    ),
     "cycle_bound": lambda f0, fmin, Lmax, L, eta, delta, q: _bound_at(
         "T2", f0=f0, fstar=fmin, L_max=Lmax, L=L, eta=eta, delta=delta, p=q + 1, K=1
     ),
@@ -186,7 +206,9 @@ TIES: dict[str, Tie] = {
         1 - _bound_at("T3-random", f0=1, fstar=0, mu=mu, L_max=Lmax, eta=eta, p=p, T=1)
     ),
     "frozen_energy_weight": _energy_weight,
-    "frozen_total": lambda f0, fmin, Lmax, eta: _bound_at("T6b", f0=f0, fstar=fmin, L_max=Lmax, eta=eta, beta=0),
+    "frozen_total": lambda f0, fmin, Lmax, eta: _bound_at(
+        "T6b", f0=f0, fstar=fmin, L_max=Lmax, eta=eta, beta=0
+    ),
     "frozen_bound": lambda f0, fmin, Lmax, eta, beta: _bound_at(
         "T6b", f0=f0, fstar=fmin, L_max=Lmax, eta=eta, beta=beta
     ),
@@ -197,11 +219,24 @@ TIES: dict[str, Tie] = {
     "idle_bound": lambda f0, fmin, Lmax, L, eta, beta: _bound_at(
         "T6", f0=f0, fstar=fmin, L_max=Lmax, L=L, eta=eta, beta=beta
     ),
+    "coherence_squared": _coherence,
+    "cyclic_bracket": _idle_bracket,
+    "cyclic_idle_bound": lambda f0, fmin, Lmax, L, eta, beta, p: _bound_at(
+        "T6-cyclic", f0=f0, fstar=fmin, L_max=Lmax, L=L, eta=eta, beta=beta, p=p
+    ),
+    "cyclic_idle_cycle_bound": lambda f0, fmin, Lmax, L, eta, beta, p: _bound_at(
+        "T6-cycles", f0=f0, fstar=fmin, L_max=Lmax, L=L, eta=eta, beta=beta, p=p, K=1
+    ),
+    "angle_coeff": lambda eta, L, rho, cosine: _bound_at(
+        "T2-angle", eta=eta, L_i=L, rho=rho, cosine=cosine, g2=1
+    ),
+    "angle_step_max": _largest_angle_step,
     "idle_simple_bound": lambda f0, fmin, eta: _bound_at("T6-corollary", f0=f0, fstar=fmin, eta=eta),
     "uncoupled_edge": _uncoupled,
     "two_block_trace": lambda a, eta: _cycle_trace([[1.0, float(a)], [float(a), 1.0]], float(eta), 0.0),
     "adamw_idle_step": _adamw_step,
     "adamw_drift_per_cycle": _drift,
+    "lora_curvature_simple": lambda c, a, b, sG: _bound_at("T8-simple", a=a, b=b, s=1, L_W=c, G=sG),
     "lora_curvature": lambda c, a, b, sG: _bound_at("T8", a=a, b=b, s=1, L_W=c, G=sG),
     "noise_variance": _noise,
     "reach_mean": _reach,
@@ -211,27 +246,23 @@ TIES: dict[str, Tie] = {
 
 UNTIED_FORMULAS: dict[str, str] = {
     "pulse_position": "the package needs the response to a pulse only through the trajectories it simulates",
-    "idle_cycle_bound": "any order (kappa = 1); the package's T6-cycles is for cyclic order with kappa < 1",
+    "idle_cycle_bound": "any order (kappa = 1); the package computes the cyclic order's cyclic_idle_cycle_bound",
 }
 
 UNPROVED_BOUNDS: dict[str, str] = {
     "T2-exact": "T2 at delta = 0, eta = 1/L_max: a value of cycle_bound, compared in the tests of ties",
-    "T2-angle": "the angle form is derived symbolically in bcd_theory only",
     "T2-cycle": "S times cycle_factor",
     "T2-textbook-cycle": "S times the textbook factor; proved inside claim_textbook_cyclic",
     "Beck-Tetruashvili": "a published theorem, cited and not formalised",
     "Beck-Tetruashvili-sharp": "a published theorem, cited and not formalised",
     "Nesterov": "a published theorem, cited and not formalised",
     "Nesterov-strong": "a published theorem, cited and not formalised",
-    "T6-cyclic": "kappa < 1 in cyclic order is derived symbolically only; Coq proves kappa = 1 for any order",
-    "T6-cycles": "kappa < 1 in cyclic order is derived symbolically only; Coq proves kappa = 1 for any order",
     "T6b-sharp": "sharper than frozen_bound, derived symbolically in bcd_theory only",
     "T6b-sharp-cycles": "sharper than frozen_cycle_bound, derived symbolically in bcd_theory only",
     "T7-bias": "a product over layers: claim_identity_bias, not a scalar closed form",
     "T7-bias-exponential": "a sum over layers: claim_identity_bias, not a scalar closed form",
-    "T7-relative": "the bias relative to the true gradient is not proved in Coq",
+    "T7-relative": "a product over layers: claim_relative_bias, not a scalar closed form",
     "T7-flow": "a product over layers: claim_gradient_flow, not a scalar closed form",
-    "T8-simple": "larger than lora_curvature; derived symbolically in bcd_theory only",
     "T8-gradient": "the bound on |G| over the region is derived symbolically in bcd_theory only",
 }
 """Bounds of ``bcd_theory.BOUNDS`` that no formula of Formulas.v covers, and why."""
@@ -245,10 +276,14 @@ COVERED_BOUNDS: dict[str, str] = {
     "T3": "pl_cycle_rate",
     "T3-random": "pl_random_rate",
     "T6": "idle_bound",
+    "T6-cyclic": "cyclic_idle_bound",
+    "T6-cycles": "cyclic_idle_cycle_bound",
     "T6-corollary": "idle_simple_bound",
     "T6b-energy": "descent_coeff",
     "T6b": "frozen_bound",
     "T6b-cycles": "frozen_cycle_bound",
+    "T2-angle": "angle_coeff",
     "T8": "lora_curvature",
+    "T8-simple": "lora_curvature_simple",
 }
 """Bounds of ``bcd_theory.BOUNDS`` and the formula that carries each."""

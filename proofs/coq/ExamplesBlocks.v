@@ -176,3 +176,16 @@ Proof.
   - apply eye_pl.
   - unfold pl_random_rate. simpl. lra.
 Qed.
+
+(* a surrogate along the gradient: rho = 2, cosine 1 *)
+Example claim_angle_met : quad 3 witness (axpy start (- (1 / 2)) (proj id_blk 0%nat (fun j => 2 * W start j)))
+  <= quad 3 witness start - angle_coeff (1 / 2) 1 2 1 * nrm 3 (proj id_blk 0%nat (W start)) ^ 2.
+Proof.
+  apply (claim_angle 3 id_blk _ W (fun i => witness i i) (1 / 2) 2 1 0%nat); try apply W_smooth.
+  - rewrite nrm_scaled, Rabs_pos_eq by lra. reflexivity.
+  - rewrite nrm_scaled, Rabs_pos_eq by lra.
+    replace (1 * (nrm 3 (proj id_blk 0%nat (W start)) * (2 * nrm 3 (proj id_blk 0%nat (W start)))))
+      with (2 * nrm 3 (proj id_blk 0%nat (W start)) ^ 2) by ring.
+    rewrite nrm_sq. unfold dot. rewrite <- psum_scal. apply psum_ext. intros j _. unfold proj.
+    destruct (Nat.eqb (id_blk j) 0); ring.
+Qed.

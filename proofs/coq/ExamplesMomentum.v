@@ -53,6 +53,39 @@ Proof.
   - apply (order_once 3).
 Qed.
 
+Example claim_coherence_met T : psum (fun t => nrm 3 (m t) ^ 2) T
+  <= coherence_squared (1 / 2) 3 * psum (fun t => nrm 3 (proj id_blk (order 3 t) (W (x t))) ^ 2) T.
+Proof.
+  apply (claim_coherence 3 3 id_blk (order 3) W (1 / 6) (1 / 2) x m); auto; try lra. apply irun_idle.
+Qed.
+
+Lemma cyclic_bracket_met : 0 < cyclic_bracket 1 (frobenius 3 witness) (1 / 6) (1 / 2) 3.
+Proof.
+  unfold cyclic_bracket. pose proof frobenius_le. assert (sqrt (coherence_squared (1 / 2) 3) <= 1).
+  { apply Rle_trans with (sqrt 1); [apply sqrt_le_1_alt|rewrite sqrt_1; lra].
+    replace (coherence_squared (1 / 2) 3) with (3 / 7) by (unfold coherence_squared; field). lra. }
+  pose proof (sqrt_pos (coherence_squared (1 / 2) 3)). pose proof (sqrt_pos (psum (fun i => psum (fun j => witness i j ^ 2) 3) 3)) as F.
+  fold (frobenius 3 witness) in F. nra.
+Qed.
+
+Example claim_idle_sum_cyclic_met T : psum (fun t => nrm 3 (proj id_blk (order 3 t) (W (x t))) ^ 2) T
+  <= cyclic_idle_bound (quad 3 witness start) 0 1 (frobenius 3 witness) (1 / 6) (1 / 2) 3.
+Proof.
+  apply (claim_idle_sum_cyclic 3 3 id_blk (order 3) _ W _ 1 _ (1 / 6) (1 / 2) 0 x m T W_smooth); auto; try lra.
+  - apply irun_idle.
+  - apply W_below.
+  - apply cyclic_bracket_met.
+Qed.
+
+Example claim_idle_cycles_cyclic_met K : psum (fun k => nrm 3 (W (x (k * 3)%nat)) ^ 2) K
+  <= cyclic_idle_cycle_bound (quad 3 witness start) 0 1 (frobenius 3 witness) (1 / 6) (1 / 2) 3.
+Proof.
+  apply (claim_idle_cycles_cyclic 3 3 id_blk (order 3) _ W _ 1 _ (1 / 6) (1 / 2) 0 x m K W_smooth); auto; try lra.
+  - apply irun_idle.
+  - apply W_below.
+  - apply cyclic_bracket_met.
+Qed.
+
 (* the step size and momentum at which idle momentum diverges, frozen: *)
 Definition xf := fun t => fst (frun (27 / 14) (3 / 10) t).
 Definition mf := fun t => snd (frun (27 / 14) (3 / 10) t).

@@ -148,3 +148,13 @@ Proof. apply claim_reach_interleaved. lia. Qed.
 
 Example claim_exact_speedup_met : 1 <= exact_layer_speedup 1 1 4 < 2 * 4.
 Proof. apply claim_exact_speedup; lra. Qed.
+
+Example claim_relative_bias_met : norm (minus (1 : R_NormedModule) (chain R_NormedModule half (fun _ => true) 2 1))
+  <= (/ pprod (fun j => 1 - / 2) 2 - 1) * norm (chain R_NormedModule half (fun _ => true) 2 1).
+Proof. apply (claim_relative_bias R_NormedModule half (fun _ => / 2) half_bound); intros; lra. Qed.
+
+Example claim_lora_simple_met : lora_curvature 1 2 2 5 = lora_curvature_simple 1 2 2 5.
+Proof. apply claim_lora_simple; lra. Qed.
+
+Example claim_angle_limit_met : 0 < angle_coeff 1 1 1 (3 / 4).
+Proof. apply claim_angle_limit; [lra|lra|lra|]. unfold angle_step_max. lra. Qed.

@@ -81,6 +81,36 @@ Proof.
   replace (pprod (fun j => 1 - l j) n * (1 - l n) * norm v) with ((1 - l n) * (pprod (fun j => 1 - l j) n * norm v)) by ring.
   apply Rmult_le_compat_l; lra.
 Qed.
+
+(* the bias in units of the true gradient *)
+Theorem relative_bias n v : (forall j, l j < 1) ->
+  norm (minus v (chain all n v)) <= (/ pprod (fun j => 1 - l j) n - 1) * norm (chain all n v).
+Proof.
+  intros H1. assert (P : forall k, 0 < pprod (fun j => 1 - l j) k).
+  { induction k as [|k IH]; simpl; [lra|]. specialize (H1 k). apply Rmult_lt_0_compat; lra. }
+  assert (P1 : forall k, pprod (fun j => 1 - l j) k <= 1).
+  { induction k as [|k IH]; simpl; [lra|]. pose proof (l_nonneg k). pose proof (P k). nra. }
+  induction n as [|n IH].
+  - simpl. unfold minus. rewrite plus_opp_r, norm_zero. lra.
+  - simpl. set (a := chain all n v) in *. set (z := plus a (F n a)).
+    pose proof (P n) as Pn. specialize (H1 n). pose proof (norm_ge_0 a) as Na.
+    pose proof (norm_triangle z (opp (F n a))) as T. unfold z at 1 in T.
+    rewrite norm_opp, <- plus_assoc, plus_opp_r, plus_zero_r in T.
+    pose proof (F_bound n a) as Fa.
+    assert (A : (1 - l n) * norm a <= norm z) by lra.
+    assert (B : norm (minus v z) <= norm (minus v a) + norm (F n a)).
+    { replace (minus v z) with (plus (minus v a) (opp (F n a)))
+        by (unfold minus, z; rewrite opp_plus, plus_assoc; reflexivity).
+      eapply Rle_trans; [apply norm_triangle|]. rewrite norm_opp. lra. }
+    apply Rle_trans with ((/ pprod (fun j => 1 - l j) n - (1 - l n)) * norm a); [lra|].
+    assert (D : norm a <= norm z / (1 - l n)).
+    { apply Rmult_le_reg_l with (1 - l n); [lra|]. replace ((1 - l n) * (norm z / (1 - l n))) with (norm z) by (field; lra). exact A. }
+    assert (I1 : 1 <= / pprod (fun j => 1 - l j) n).
+    { rewrite <- Rinv_1 at 1. apply Rinv_le_contravar; [exact Pn|apply P1]. }
+    apply Rle_trans with ((/ pprod (fun j => 1 - l j) n - (1 - l n)) * (norm z / (1 - l n))).
+    + apply Rmult_le_compat_l; [|exact D]. specialize (l_nonneg n). lra.
+    + right. field. split; lra.
+Qed.
 End Chain.
 
 (* where it fails: below b = -1 a step along the identity surrogate x ascends *)

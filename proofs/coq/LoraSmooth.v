@@ -57,6 +57,20 @@ Proof.
     rewrite N2. assert (E2 : e ^ 2 = r ^ 2 - d ^ 2) by lra. rewrite E2. ring.
 Qed.
 
+(* the simpler and larger bound, equal at a = b *)
+Lemma simple_above c a b sG : 0 <= c -> 0 <= sG ->
+  lora_lambda c a b sG <= c * (a ^ 2 + b ^ 2) + sG /\
+  (a = b -> 0 <= a -> lora_lambda c a b sG = c * (a ^ 2 + b ^ 2) + sG).
+Proof.
+  intros Hc Hs. unfold lora_lambda. pose proof (pow2_ge_0 a). pose proof (pow2_ge_0 b). pose proof (pow2_ge_0 (a - b)).
+  assert (HS : 0 <= c * (a ^ 2 + b ^ 2)) by (apply Rmult_le_pos; lra). split.
+  - enough (K : sqrt (c ^ 2 * (a ^ 2 - b ^ 2) ^ 2 / 4 + (c * a * b + sG) ^ 2) <= c * (a ^ 2 + b ^ 2) / 2 + sG) by lra.
+    rewrite <- (sqrt_pow2 (c * (a ^ 2 + b ^ 2) / 2 + sG)) by lra. apply sqrt_le_1_alt.
+    assert (0 <= c * sG * (a - b) ^ 2) by (apply Rmult_le_pos; [apply Rmult_le_pos|]; assumption). lra.
+  - intros -> Hb. replace (c ^ 2 * (b ^ 2 - b ^ 2) ^ 2 / 4 + (c * b * b + sG) ^ 2) with ((c * b * b + sG) ^ 2) by field.
+    assert (0 <= c * b * b) by (repeat apply Rmult_le_pos; assumption). rewrite sqrt_pow2 by lra. field.
+Qed.
+
 (* matrices: X, Y directions, BX and YA the products, G(Y X) the pairing; spectral bounds as hypotheses *)
 Theorem lora_block : forall (VX VY VW : NormedModule R_AbsRing) (BX : VX -> VW) (YA : VY -> VW)
   (H : VW -> R) (GYX : VY -> VX -> R) (LW s a b gamma : R), 0 <= LW -> 0 <= s -> 0 <= a -> 0 <= b ->

@@ -8,7 +8,8 @@ From LCSB Require Import FinSum Formulas Vectors DescentLemma DescentStep Telesc
   PLContraction CyclicBound CyclicRate MomentumCoast IdentityPath BiasedDescent
   MomentumStability Blocks BlockDescent Quadratic BlockCycle FrozenMomentum FrozenCycle BiasedStep BiasedCyclic
   TextbookCyclic PLCyclic PLRandom IdleMomentum IdleCycle IdleRate IdleLimit
-  AdamWIdle AdamWDrift Pulse UncoupledLimit GradientFlow LoraSmooth TwoBlocks NoiseFloor Reach Weyl.
+  AdamWIdle AdamWDrift Pulse UncoupledLimit GradientFlow LoraSmooth TwoBlocks NoiseFloor Reach Weyl
+  AngleStep CyclicMass CyclicRateMomentum.
 Open Scope R_scope.
 
 (* [T1] One gradient step on an L-smooth function: decrease by at least eta (1 - eta L/2) times the squared gradient, for eta < 2/L.
@@ -455,3 +456,70 @@ Proof. exact reach_interleaved. Qed.
 Theorem claim_exact_speedup : forall r_in r_ad p, 0 <= r_in -> 0 <= r_ad -> 1 <= p ->
   1 <= exact_layer_speedup r_in r_ad p < 2 * p.
 Proof. exact exact_speedup. Qed.
+
+(* [T2] In angles: with |g~| = rho |g| and cosine c the step lowers f by at least eta rho (c - eta L_i rho/2) |g|^2.
+   Met: cosine and rho are measured by layer, over the adapter parameters. *)
+Theorem claim_angle : forall n blk f grad Li eta rho cosine i x gt,
+  is_gradient n f grad -> block_lipschitz n blk grad Li ->
+  nrm n (proj blk i gt) = rho * nrm n (proj blk i (grad x)) ->
+  dot n (proj blk i (grad x)) (proj blk i gt) = cosine * (nrm n (proj blk i (grad x)) * nrm n (proj blk i gt)) ->
+  f (axpy x (- eta) (proj blk i gt)) <= f x - angle_coeff eta (Li i) rho cosine * nrm n (proj blk i (grad x)) ^ 2.
+Proof. intros. apply angle_step; auto using block_upper_bound. Qed.
+
+(* [T2] That is a descent exactly for eta < 2 cos/(L_i rho).
+   Met: law. *)
+Theorem claim_angle_limit : forall eta rho cosine L, 0 < eta -> 0 < rho -> 0 < L ->
+  (0 < angle_coeff eta L rho cosine <-> eta < angle_step_max L rho cosine).
+Proof. exact angle_limit. Qed.
+
+(* [T6] In cyclic order the momenta hold at most kappa^2 = (1 - beta)(1 + beta^p)/((1 + beta)(1 - beta^p)) of the squared gradients.
+   Met: law: EMA momentum, idle policy momentum, blocks 0, 1, ..., p - 1 in turn. *)
+Theorem claim_coherence : forall n p blk b grad eta beta x m, (0 < p)%nat ->
+  (forall j, (j < n)%nat -> (blk j < p)%nat) -> (forall t, b t = Nat.modulo t p) -> 0 <= beta < 1 ->
+  idle_momentum blk b grad eta beta x m -> m 0%nat = (fun _ => 0) -> forall T,
+  psum (fun t => nrm n (m t) ^ 2) T
+    <= coherence_squared beta p * psum (fun t => nrm n (proj blk (b t) (grad (x t))) ^ 2) T.
+Proof. exact coherent_mass. Qed.
+
+(* [T6] Convergence with idle momentum in cyclic order, with that kappa.
+   Met: exact mode, cyclic schedule, SGD with EMA momentum; L and L_max are measured. *)
+Theorem claim_idle_sum_cyclic : forall n p blk b f grad Li Lmax L eta beta fmin x m T,
+  smooth_in_blocks n blk f grad Li Lmax L -> 0 < eta -> 0 <= beta < 1 ->
+  idle_momentum blk b grad eta beta x m -> m 0%nat = (fun _ => 0) -> (forall y, fmin <= f y) ->
+  (0 < p)%nat -> (forall j, (j < n)%nat -> (blk j < p)%nat) -> (forall t, b t = Nat.modulo t p) ->
+  0 < cyclic_bracket Lmax L eta beta p ->
+  psum (fun t => nrm n (proj blk (b t) (grad (x t))) ^ 2) T
+    <= cyclic_idle_bound (f (x 0%nat)) fmin Lmax L eta beta p.
+Proof.
+  intros n p blk b f grad Li Lmax L eta beta fmin x m T [G [B [H [HL [L0 Hl]]]]] He Hb Hr Hm Hf Hp Hblk Hc P.
+  apply (idle_sum_cyclic n p blk b f grad Li Lmax L eta beta fmin x m); auto using block_upper_bound.
+Qed.
+
+(* [T6] Cycle average in cyclic order, with that kappa.
+   Met: as above. *)
+Theorem claim_idle_cycles_cyclic : forall n p blk b f grad Li Lmax L eta beta fmin x m K,
+  smooth_in_blocks n blk f grad Li Lmax L -> 0 < eta -> 0 <= beta < 1 ->
+  idle_momentum blk b grad eta beta x m -> m 0%nat = (fun _ => 0) -> (forall y, fmin <= f y) ->
+  (0 < p)%nat -> (forall j, (j < n)%nat -> (blk j < p)%nat) -> (forall t, b t = Nat.modulo t p) ->
+  0 < cyclic_bracket Lmax L eta beta p ->
+  psum (fun k => nrm n (grad (x (k * p)%nat)) ^ 2) K
+    <= cyclic_idle_cycle_bound (f (x 0%nat)) fmin Lmax L eta beta p.
+Proof.
+  intros n p blk b f grad Li Lmax L eta beta fmin x m K [G [B [H [HL [L0 Hl]]]]] He Hb Hr Hm Hf Hp Hblk Hc P.
+  apply (idle_cycles_cyclic n p blk b f grad Li Lmax L eta beta fmin x m); auto using block_upper_bound.
+Qed.
+
+(* [T7] All layers skipped, every l_j below 1: the bias in units of the true gradient is at most 1 over the product of 1 - l_j, less 1.
+   Met: l_j would have to be measured on a network; the cosine is measured instead. *)
+Theorem claim_relative_bias : forall (V : NormedModule R_AbsRing) (F : nat -> V -> V) (l : nat -> R),
+  (forall j v, norm (F j v) <= l j * norm v) -> (forall j, 0 <= l j) -> forall n v, (forall j, l j < 1) ->
+  norm (minus v (chain V F (fun _ => true) n v))
+    <= (/ pprod (fun j => 1 - l j) n - 1) * norm (chain V F (fun _ => true) n v).
+Proof. exact relative_bias. Qed.
+
+(* [T8] The simpler bound c (a^2 + b^2) + s |G| is never smaller, and equal at a = b.
+   Met: as claim_lora_block. *)
+Theorem claim_lora_simple : forall c a b sG, 0 <= c -> 0 <= sG ->
+  lora_curvature c a b sG <= lora_curvature_simple c a b sG /\
+  (a = b -> 0 <= a -> lora_curvature c a b sG = lora_curvature_simple c a b sG).
+Proof. exact simple_above. Qed.
