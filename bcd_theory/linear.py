@@ -206,6 +206,10 @@ class _Solver:
         krylov = KrylovSpectrum(self.cycle, problem.solver(), problem.null_space)
         return self._scan(krylov.signs, krylov.excess, krylov.critical, "krylov", krylov.radius)
 
+    def _dense_radius(self, eta: float) -> float:
+        excess = DenseSpectrum(self.cycle, *self.problem.complement()).excess(np.array([eta]))
+        return float(np.sqrt(1 + excess[0]))
+
     def _full(self) -> StabilityLimit:
         q, largest = self.momentum, self.problem.norm
         limit = 2 * (1 + q) / (self.gain * largest)
@@ -218,7 +222,7 @@ class _Solver:
             "closed form",
             critical=complex(-1.0),
             mode=vector,
-            radius=lambda eta: self._full_radius(eta),
+            radius=self._full_radius,
         )
 
     def _full_radius(self, eta: float) -> float:
@@ -277,7 +281,6 @@ class _Solver:
         basis, image = self.problem.complement()
 
         def radius(eta: float) -> float:
-            self.evaluations += 1
             steps = [
                 quotient_matrix(self.cycle, np.array([eta]), basis, image, [j])[0]
                 for j in range(len(self.partition))
@@ -302,14 +305,23 @@ class _Solver:
         if self.scan_to is not None:
             start = min(start, self.scan_to / 2)
         points = self.scan_points or _default_points(method, self.cycle.size, stop / start)
+
+        def counted(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
+            def call(etas: Array) -> Array:
+                self.evaluations += len(etas)
+                return function(etas)
+
+            return call
+
         intervals, stop = scan(
-            rough, excess, start, stop, points, self.scan_to is None, exact=method == "dense"
+            counted(rough),
+            counted(excess),
+            start,
+            stop,
+            points,
+            self.scan_to is None,
+            exact=method == "dense",
         )
-        if radius is None:
-
-            def radius(eta: float) -> float:
-                return float(np.sqrt(max(1 + excess(np.array([eta]))[0], 0.0)))
-
         if not intervals or intervals[0][0] > 0.0:
             text = f"unstable at the smallest learning rate tried ({start:.3g})"
             return self._result(0.0, intervals, "not bracketed", text, method, radius=radius, stop=stop)
@@ -378,9 +390,6 @@ class _Solver:
         positive_part: float | None = None,
         stop: float | None = None,
     ) -> StabilityLimit:
-        def unknown(eta: float) -> float:
-            raise ValueError(f"no spectral radius: {message}")
-
         return StabilityLimit(
             learning_rate=limit,
             intervals=intervals,
@@ -394,11 +403,11 @@ class _Solver:
             smoothness=self.problem.norm,
             block_smoothness=self.block_smoothness,
             method=method,
-            evaluations=self.evaluations or int(self.cycle.products > 0),
+            evaluations=self.evaluations,
             products=self.cycle.products,
             success=diagnosis in ("limit", "no curvature"),
             message=message,
-            _radius=unknown if radius is None else radius,
+            _radius=self._dense_radius if radius is None else radius,
         )
 
 
@@ -410,7 +419,8 @@ class DenseSpectrum:
 
     def excess(self, etas: Array) -> Array:
         """Largest |mu|^2 - 1 at each learning rate."""
-        return np.asarray(np.max(growth(np.linalg.eigvals(self._matrix(etas)).astype(complex)), axis=-1))
+        nu = np.linalg.eigvals(self._matrix(etas)).astype(complex)
+        return np.asarray(np.max(growth(nu), axis=-1, initial=-1.0))
 
     def critical(self, eta: float) -> tuple[complex, NDArray[Any]]:
         """The eigenvalue of largest modulus and the x part of its eigenvector, in unit norm."""

@@ -229,8 +229,12 @@ def test_saddle():
     expected = stability_limit(positive, [[0], [1]], momentum=0.5).learning_rate
     assert found.positive_part_limit == pytest.approx(expected, rel=1e-12)
     assert "-1" in found.message
-    with pytest.raises(ValueError, match="saddle"):
-        found.spectral_radius(0.1)
+    assert found.spectral_radius(0.1) == pytest.approx(
+        written_out_radius(a, [[0], [1]], [0, 1], 0.1, 0.5, "momentum"), rel=1e-9
+    )
+    assert found.spectral_radius(0.1) > 1
+    with pytest.raises(ValueError, match="learning_rate is -1"):
+        found.spectral_radius(-1.0)
     nearly = stability_limit(np.diag([1.0, -1e-12]), [[0], [1]])
     assert nearly.success and nearly.null_dimension == 1
 
@@ -238,6 +242,7 @@ def test_saddle():
 def test_no_curvature():
     found = stability_limit(np.zeros((2, 2)), [[0], [1]])
     assert found.learning_rate == np.inf and found.diagnosis == "no curvature"
+    assert found.spectral_radius(1.0) == 0.0
 
 
 def test_preconditioner_heavy_ball_and_scaling():
@@ -443,6 +448,7 @@ def test_large_problem_costs_few_products(krylov):
     assert found.method == "krylov" and found.success
     # Writing the cycle out would take n products at each of some 30 learning rates.
     assert found.products < 16 * n
+    assert 12 <= found.evaluations < 40
     assert max(krylov) <= 2
     assert stability_limit(a, order="full").products == 0
 
