@@ -322,3 +322,64 @@ def lora_derivative(formulas: dict[str, Formula]) -> Iterator[Pair]:
         sp.diff(f, w, 2).subs(w, at) * (s * (B * X + Y * A)) ** 2 + 2 * s * sp.diff(f, w).subs(w, at) * Y * X
     )
     yield sp.expand(second), sp.expand(form)
+
+
+@derivation("claim_telescope", "claim_pl")
+def telescoping(formulas: dict[str, Formula]) -> Iterator[Pair]:
+    """T equal decreases c g use up f0 - fmin; a contraction repeated T times."""
+    f0, fmin, c, g, q = _real("f0 fmin c g q")
+    for steps in (1, 2, 5):
+        yield sp.solve(f0 - steps * c * g - fmin, g)[0], formulas["telescope_bound"](f0, fmin, c, steps)
+        gap = f0 - fmin
+        for _ in range(steps):
+            gap = gap - q * gap
+        yield gap, formulas["pl_bound"](f0, fmin, q, steps)
+
+
+@derivation("claim_cyclic", "claim_biased", "claim_biased_step", "claim_textbook_cyclic")
+def textbook(formulas: dict[str, Formula]) -> Iterator[Pair]:
+    """(u + e)^2 <= 2 u^2 + 2 e^2 over a cycle, and Cauchy-Schwarz and the triangle inequality for the bias."""
+    L, eta, delta, g, U, f0, fmin = sp.symbols("L eta delta g U f0 fmin", positive=True)
+    for p in (1, 3):
+        drift = sum((L * eta) ** 2 * U for _ in range(p))
+        yield (2 * U + 2 * drift) / U, formulas["cyclic_factor"](p, L, eta)
+    inner, size = g**2 - g * (delta * g), (g + delta * g) ** 2
+    decrease = eta * inner - L / 2 * eta**2 * size
+    yield decrease / g**2, formulas["biased_coeff"](eta, L, delta)
+    yield sp.solve(sp.cancel(decrease / (eta * g**2)), eta)[0], formulas["biased_step_max"](L, delta)
+    total = (f0 - fmin) / (decrease / g**2)
+    factor = (2 * U + 2 * 3 * (L * eta * (1 + delta)) ** 2 * U) / U
+    yield factor * total, formulas["textbook_bound"](f0, fmin, L, L, eta, delta, 3)
+
+
+@derivation("claim_pl_random")
+def pl_random(formulas: dict[str, Formula]) -> Iterator[Pair]:
+    """Mean decrease over p equally likely blocks, then PL."""
+    mu, Lmax, eta, gap = sp.symbols("mu L_max eta gap", positive=True)
+    for p in (1, 4):
+        squares = sp.symbols(f"s0:{p}", positive=True)
+        mean = sum(formulas["descent_coeff"](eta, Lmax) * s for s in squares) / p
+        least = mean.subs(squares[0], 2 * mu * gap - sum(squares[1:]))
+        yield sp.expand(least / gap), sp.expand(formulas["pl_random_rate"](mu, Lmax, eta, p))
+
+
+@derivation("claim_frozen_cycles", "claim_idle_cycles")
+def momentum_cycles(formulas: dict[str, Formula]) -> Iterator[Pair]:
+    """Minkowski: gradients r sqrt(D) and moves eta L sqrt(p - 1) sqrt(D); idle moves add up as 0 + ... + p - 1."""
+    f0, fmin, Lmax, L, eta, D = sp.symbols("f0 fmin L_max L eta D", positive=True)
+    beta = sp.Symbol("beta", positive=True)
+    for q in (1, 4):
+        both = ((1 + beta) / (1 - beta) * sp.sqrt(D) + eta * L * sp.sqrt(q) * sp.sqrt(D)) ** 2
+        total = (f0 - fmin) / formulas["descent_coeff"](eta, Lmax)
+        yield formulas["frozen_total"](f0, fmin, Lmax, eta), total
+        yield both.subs(D, 1) * total, formulas["frozen_cycle_bound"](f0, fmin, Lmax, L, eta, beta, q)
+    for p in (2, 3):
+        drift = eta * L * sp.sqrt(sum(range(p)))
+        expected = (1 + drift) ** 2 * formulas["idle_bound"](f0, fmin, Lmax, L, eta, beta)
+        yield expected, formulas["idle_cycle_bound"](f0, fmin, Lmax, L, eta, beta, p)
+        kappa = sp.sqrt(formulas["coherence_squared"](sp.Rational(3, 4), p))
+        bound = formulas["cyclic_idle_bound"](f0, fmin, Lmax, L, eta, sp.Rational(3, 4), p)
+        found = formulas["cyclic_idle_cycle_bound"](f0, fmin, Lmax, L, eta, sp.Rational(3, 4), p)
+        yield (1 + drift * kappa) ** 2 * bound, found
+        bracket = formulas["cyclic_bracket"](Lmax, L, eta, sp.Rational(3, 4), p)
+        yield (f0 - fmin) / bound / eta, bracket

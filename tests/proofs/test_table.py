@@ -64,3 +64,17 @@ def test_the_readme_shows_the_same_table() -> None:
 def test_every_theorem_of_the_list_has_a_row() -> None:
     expected = {f"T{n}" for n in range(1, 13)} | {"T6b"}
     assert {claim.theorem for claim in check.claims()} == expected
+
+
+def test_every_formula_is_met_by_a_derivation() -> None:
+    class Watched(dict[str, Formula]):
+        used: set[str] = set()  # noqa: RUF012
+
+        def __getitem__(self, name: str) -> Formula:
+            self.used.add(name)
+            return super().__getitem__(name)
+
+    watched = Watched(derivations._formulas())
+    for function in dict.fromkeys(derivations.DERIVATIONS.values()):
+        assert list(function(watched))
+    assert set(watched) - watched.used == set()

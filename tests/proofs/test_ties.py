@@ -47,7 +47,7 @@ def points(formula: Formula) -> list[tuple[object, ...]]:
 def same(found: sp.Expr, expected: sp.Expr) -> bool:
     """Equal: both are exact numbers; nested roots that sympy does not untangle are compared to 80 digits."""
     difference = sp.sympify(found) - expected
-    return sp.simplify(difference) == 0 or abs(sp.N(difference, 80)) < sp.Float("1e-70")
+    return bool(sp.simplify(difference) == 0 or abs(sp.N(difference, 80)) < sp.Float("1e-70"))
 
 
 @pytest.mark.parametrize("name", sorted(ties.TIES))
