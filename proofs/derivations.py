@@ -81,7 +81,7 @@ def coasting(formulas: dict[str, Formula]) -> Iterator[Pair]:
         yield sp.limit(position, n, sp.oo), formulas["coast_limit"](x0, m0, eta, value)
 
 
-@derivation("claim_stable")
+@derivation("claim_stable", "claim_ema_limit")
 def momentum_stability(formulas: dict[str, Formula]) -> Iterator[Pair]:
     """Characteristic polynomial of one EMA step, and the curvature at which a root reaches -1."""
     eta, beta, lam, z = _real("eta beta lam z")
@@ -200,7 +200,7 @@ def lora_simple(formulas: dict[str, Formula]) -> Iterator[Pair]:
     yield sp.expand(simple**2 - sharp**2), sp.expand(c * g * (a - b) ** 2)
 
 
-@derivation("claim_cycle_is_ema", "claim_uncoupled_limit")
+@derivation("claim_cycle_is_ema", "claim_uncoupled_limit", "claim_uncoupled_decays")
 def uncoupled(formulas: dict[str, Formula]) -> Iterator[Pair]:
     """Run p steps, gradient at the first only: a cycle's matrix has trace and determinant of EMA with beta^p."""
     eta, beta, lam, z = _real("eta beta lam z")

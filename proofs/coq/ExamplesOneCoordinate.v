@@ -1,7 +1,7 @@
 (* The claims on one coordinate, AdamW, noise and cost, applied where all their hypotheses hold. *)
 From Coq Require Import Reals Lra Psatz Lia.
 From Coquelicot Require Import Coquelicot.
-From LCSB Require Import FinSum Formulas Vectors Quadratic MomentumStability AdamWIdle Pulse
+From LCSB Require Import FinSum Formulas Vectors Quadratic MomentumStability AdamWIdle Pulse MomentumDecay
   UncoupledLimit NoiseFloor Weyl Statements.
 Open Scope R_scope.
 
@@ -102,3 +102,16 @@ Proof. apply claim_exact_speedup; lra. Qed.
 
 Example claim_angle_limit_met : 0 < angle_coeff 1 1 1 (3 / 4).
 Proof. apply claim_angle_limit; [lra|lra|lra|]. unfold angle_step_max. lra. Qed.
+
+Example claim_ema_limit_met : is_lim_seq (fun t => fst (ema t)) 0.
+Proof.
+  apply (claim_ema_limit 1 (1 / 2) 1 ltac:(lra)) with (m := fun t => snd (ema t)).
+  - unfold momentum_edge. lra.
+  - intros t. simpl. destruct (ema t). split; reflexivity.
+Qed.
+
+Example claim_uncoupled_decays_met : is_lim_seq (fun k => fst (ema (k * 1))) 0.
+Proof.
+  apply (claim_uncoupled_decays _ _ 1 (1 / 2) 1 1 ltac:(lia) ltac:(lra)) with (2 := ema_visited).
+  unfold uncoupled_edge. lra.
+Qed.

@@ -9,7 +9,7 @@ From LCSB Require Import FinSum Formulas Vectors DescentLemma DescentStep Telesc
   MomentumStability Blocks BlockDescent Quadratic BlockCycle FrozenMomentum FrozenCycle BiasedStep BiasedCyclic
   TextbookCyclic PLCyclic PLRandom IdleMomentum IdleCycle IdleRate IdleLimit
   AdamWIdle AdamWDrift Pulse UncoupledLimit GradientFlow LoraSmooth TwoBlocks NoiseFloor Reach Weyl
-  AngleStep CyclicMass CyclicRateMomentum.
+  AngleStep CyclicMass CyclicRateMomentum MomentumDecay MomentumLimit.
 Open Scope R_scope.
 
 (* [T1] One gradient step on an L-smooth function: decrease by at least eta (1 - eta L/2) times the squared gradient, for eta < 2/L.
@@ -523,3 +523,16 @@ Theorem claim_lora_simple : forall c a b sG, 0 <= c -> 0 <= sG ->
   lora_curvature c a b sG <= lora_curvature_simple c a b sG /\
   (a = b -> 0 <= a -> lora_curvature c a b sG = lora_curvature_simple c a b sG).
 Proof. exact simple_above. Qed.
+
+(* [T5] In iterates: EMA momentum on curvature lam goes to 0 from every start exactly when 0 < eta lam < 2 (1 + beta)/(1 - beta).
+   Met: quadratics; a network's curvature is measured and changes. *)
+Theorem claim_ema_limit : forall eta beta lam, 0 <= beta < 1 ->
+  ((forall x m, ema_run x m eta beta lam -> is_lim_seq x 0) <-> 0 < eta * lam < momentum_edge beta).
+Proof. exact ema_limit. Qed.
+
+(* [T5] An uncoupled block under idle momentum goes to 0 whenever 0 < eta lam < 2 (1 + beta^p)/(1 - beta^p).
+   Met: uncoupled quadratics. *)
+Theorem claim_uncoupled_decays : forall x m eta beta lam p, (0 < p)%nat -> 0 <= beta < 1 ->
+  0 < eta * lam < uncoupled_edge beta p -> visited_block x m eta beta lam p ->
+  is_lim_seq (fun k => x (k * p)%nat) 0.
+Proof. exact uncoupled_decays. Qed.
