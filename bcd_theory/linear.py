@@ -107,7 +107,7 @@ def stability_limit(
     (the
                     determinant of the cycle, prod |1 - eta lambda(A_ii)|, must be below 1); with momentum:
                     3 times the uncoupled limit of the least curved block
-    scan_points     learning rates in the scan, by default 100 to 1000, and 12 to 32 for states of more than
+    scan_points     learning rates in the scan, by default 100 to 1000, and 12 to 24 for states of more than
                     DENSE_SIZE numbers: a window narrower than their distance can be missed
 
     An eigenvalue of A below -1e-10 |A| is a saddle: learning_rate 0, `positive_part_limit` beside it. One
@@ -347,7 +347,11 @@ class _Solver:
         elif beta == 0.0 or self.idle == "frozen":
             start = 2 / largest  # T1, T6b
         else:
-            start = 1 / (largest / 2 + beta * self.problem.norm / (1 - beta))  # T6, kappa = 1
+            # T6: kappa = 1 for any order, less when every block is stepped once a cycle.
+            kappa, p = 1.0, len(self.cycle.sequence)
+            if p == len(self.partition):
+                kappa = float(np.sqrt((1 - beta) * (1 + beta**p) / ((1 + beta) * (1 - beta**p))))
+            start = 1 / (largest / 2 + kappa * beta * self.problem.norm / (1 - beta))
         start *= 1 - 1e-3
         if self.scan_to is not None:
             return start * unit, self.scan_to
@@ -436,8 +440,8 @@ class DenseSpectrum:
 def _default_points(method: str, size: int, ratio: float) -> int:
     if method == "dense":
         return 1000 if size <= 24 else 200 if size <= 48 else 100
-    # Large problems: steps of a tenth, of more over a range of more than twentyfold.
-    return int(np.clip(np.log(ratio) / np.log(1.1), 12, 32))
+    # Large problems: steps of a tenth, of more over a range of more than tenfold.
+    return int(np.clip(np.log(ratio) / np.log(1.1), 12, 24))
 
 
 def resolve_order(

@@ -35,9 +35,11 @@ def measure(n: int, p: int, budget: float, beta: float, idle: Any, name: str) ->
     root = np.random.default_rng(0).normal(size=(n, n))
     a = root @ root.T / n
     blocks = equal_blocks(n, p)
-    wall, cpu = time.perf_counter(), time.process_time()
-    found = stability_limit(a, blocks, momentum=beta, idle=idle)
-    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    cpu = wall = np.inf
+    for _ in range(3 if n < 1000 else 1):  # best of three where a run is short
+        started = time.perf_counter(), time.process_time()
+        found = stability_limit(a, blocks, momentum=beta, idle=idle)
+        wall, cpu = min(wall, time.perf_counter() - started[0]), min(cpu, time.process_time() - started[1])
     return {
         "n": n,
         "blocks": p,
