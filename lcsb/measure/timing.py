@@ -133,11 +133,11 @@ def measure_costs(
         model: with adapters in every layer. Its adapters are changed by the steps taken.
         recompute: whether the runs recompute; the parts are those of such a step. Then recompute must be switched on
             in the model.
-        repeats: one less than the number of steps of each kind; medians are used.
+        repeats: two less than the number of steps of each kind; medians are used.
     """
     kinds = (("full", None), ("exact", 1), ("mlp", 1), ("identity", 1))
     times: dict[tuple[str, bool], list[StepTimes]] = {}
-    # One round warms up, and one is more than asked for: the parts are differences of steps, which scatter more.
+    # One round warms up, and two are more than asked for: the parts are differences of steps, which scatter more.
     rounds = (
         2 * repeats
     )  # the parts are differences of steps, so they need more of them than a step's own time does
@@ -150,20 +150,24 @@ def measure_costs(
                     row = time_step(lcsb, model, batch, optimizer)
                 if repeat > 0:  # the first round warms caches and the optimiser's state
                     times.setdefault((backward, on), []).append(row)
-    medians = {kind: median_times(rows) for kind, rows in times.items()}
-    full, n = medians["full", recompute], len(lcsb.layers)
-    layers = {kind: row.backward for kind, row in medians.items()}
-    # `exact` still computes one layer's adapter gradients of n.
-    adapter = max(layers["full", recompute] - layers["exact", recompute], 0.0) * (n / (n - 1) if n > 1 else 1)
-    passing = max(layers["full", recompute] - adapter, 0.0)
-    again = min(max(layers["exact", True] - layers["exact", False], 0.0), passing) if recompute else 0.0
-    idle = n / (n - 1) if n > 1 else 1.0  # the lowest layer is selected, so n - 1 layers skip attention
-    attention = max(layers["exact", False] - layers["mlp", False], 0.0) * idle
+    full, n = median_times(times["full", recompute]), len(lcsb.layers)
+
+    def paired(part: str, more: tuple[str, bool], less: tuple[str, bool]) -> float:
+        """Median over the rounds of a part's difference between two kinds of step taken close to each other."""
+        pairs = zip(times[more], times[less], strict=True)
+        return max(statistics.median(getattr(a, part) - getattr(b, part) for a, b in pairs), 0.0)
+
+    # Only the lowest layer is selected in the steps compared, so a difference is that of the other n - 1 layers.
+    scale = n / (n - 1) if n > 1 else 1.0
+    adapter = min(paired("backward", ("full", recompute), ("exact", recompute)) * scale, full.backward)
+    passing = full.backward - adapter
+    again = min(paired("backward", ("exact", True), ("exact", False)), passing) if recompute else 0.0
+    attention = paired("backward", ("exact", False), ("mlp", False)) * scale
     attention_again = 0.0
     if recompute:
-        both = max(layers["exact", True] - layers["mlp", True], 0.0) * idle
+        both = paired("backward", ("exact", True), ("mlp", True)) * scale
         attention_again = min(max(both - attention, 0.0), again)
-    graph = max(full.forward - medians["identity", recompute].forward, 0.0) * idle
+    graph = paired("forward", ("full", recompute), ("identity", recompute)) * scale
     totals = [row.total for row in times["full", recompute]]
     costs = StepCosts(
         layers=n,
