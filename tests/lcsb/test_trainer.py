@@ -23,14 +23,19 @@ class Flow(TrainerCallback):
 
     def __init__(self, model):
         self.steps, self.in_optimizer, self._now = [], None, set()
-        self.embedding_hooked = []
-        for index, (name, _) in enumerate(named_decoder_layers(model)):
+        self.hook_is_on = []
+        layers = named_decoder_layers(model)
+        layers[0][1].register_forward_pre_hook(self._look, with_kwargs=True)
+        for index, (name, _) in enumerate(layers):
             for inner in ("self_attn.o_proj", "mlp.down_proj"):
                 model.get_submodule(f"{name}.{inner}").register_forward_hook(self._watch(index))
-        model.get_input_embeddings().register_forward_hook(self._look)
 
-    def _look(self, module, args, output):
-        self.embedding_hooked.append(len(module._forward_hooks) > 1)
+    def _look(self, module, args, kwargs):
+        """The input of layer 0 needs a gradient when the hook is on; -1 records that one was computed."""
+        hidden = args[0] if args else kwargs["hidden_states"]
+        self.hook_is_on.append(hidden.requires_grad)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: self._now.add(-1))
 
     def _watch(self, index):
         def hook(module, args, output):
@@ -78,7 +83,7 @@ def test_trainer_with_recompute(tmp_path, backward):
         callbacks=[callback, flow],
     )
     trainer.train()
-    assert any(flow.embedding_hooked), "Trainer no longer switches the hook on: this test proves nothing"
+    assert all(flow.hook_is_on), "Trainer no longer switches the hook on: this test proves nothing"
     assert flow.steps == REACHED[backward]
     assert flow.in_optimizer == sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert callback.lcsb is None
