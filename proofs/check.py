@@ -9,6 +9,7 @@ former build: without Coq the table says so.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -151,7 +152,7 @@ def build(folder: Path) -> None:
     """Compile a copy of the proofs in ``folder``; raises :class:`ProofError` with coqc's words."""
     for path in [COQ_FOLDER / "_CoqProject", COQ_FOLDER / "Makefile", *coq_files()]:
         shutil.copyfile(path, folder / path.name)
-    _run(["make", "all"], folder)
+    _run(["make", f"-j{min(4, os.cpu_count() or 1)}", "all"], folder)
 
 
 def compile_text(built: Path, name: str, text: str) -> str:
