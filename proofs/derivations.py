@@ -57,7 +57,7 @@ def _real(names: str) -> tuple[sp.Symbol, ...]:
     return tuple(sp.symbols(names, real=True))
 
 
-@derivation("claim_descent")
+@derivation("claim_descent", "claim_block_descent")
 def block_descent(formulas: dict[str, Formula]) -> Iterator[Pair]:
     """Put the step -eta g into the quadratic upper bound."""
     f0, g2, eta, L = _real("f0 g2 eta L")
@@ -383,3 +383,63 @@ def momentum_cycles(formulas: dict[str, Formula]) -> Iterator[Pair]:
         yield (1 + drift * kappa) ** 2 * bound, found
         bracket = formulas["cyclic_bracket"](Lmax, L, eta, sp.Rational(3, 4), p)
         yield (f0 - fmin) / bound / eta, bracket
+
+
+@derivation("claim_quadratic_limit", "claim_sharp_attained")
+def quadratic_step(formulas: dict[str, Formula]) -> Iterator[Pair]:
+    """One coordinate of f = L x^2/2: the exact step, and the surrogate (1 + delta) g at the edge, which returns -x."""
+    x, eta, L, delta = sp.symbols("x eta L delta", positive=True)
+    decrease = L * x**2 / 2 - L * (x - eta * L * x) ** 2 / 2
+    yield decrease / (L * x) ** 2, formulas["descent_coeff"](eta, L)
+    yield (x - eta * (1 + delta) * x).subs(eta, 2 / (1 + delta)), -x
+
+
+@derivation("claim_idle_limit")
+def idle_limit(formulas: dict[str, Formula]) -> Iterator[Pair]:
+    """Multiply the three steps on (x, m): the row vector is an eigenvector with eigenvalue -(21/20)^3."""
+    a, eta, beta = sp.Rational(6737, 15155), sp.Rational(27, 14), sp.Rational(3, 10)
+    hessian = sp.Matrix([[1, a, -a], [a, 1, a], [-a, a, 1]])
+    cycle = sp.eye(6)
+    for block in range(3):
+        gradient = sp.diag(*[int(i == block) for i in range(3)]) * hessian
+        m_row = ((1 - beta) * gradient).row_join(beta * sp.eye(3))
+        x_row = sp.eye(3).row_join(sp.zeros(3)) - eta * m_row
+        cycle = x_row.col_join(m_row) * cycle
+    row = sp.Matrix([[2765, 4879, 2401, 2165, -905, -2947]])
+    yield from zip(row * cycle, -(sp.Rational(21, 20) ** 3) * row, strict=True)
+    for minor in range(1, 4):  # positive definite, by its leading minors; unit diagonal
+        yield sp.sign(hessian[:minor, :minor].det()), sp.Integer(1)
+
+
+@derivation("claim_two_blocks_full")
+def full_descent(formulas: dict[str, Formula]) -> Iterator[Pair]:
+    """Eigenvalues 1 +- a of the matrix; the step at which the larger one reaches -1."""
+    a, eta = _real("a eta")
+    step = sp.eye(2) - eta * sp.Matrix([[1, a], [a, 1]])
+    yield step.det(), (1 - eta * (1 + a)) * (1 - eta * (1 - a))
+    yield sp.solve(1 - eta * (1 + a) + 1, eta)[0], 2 / (1 + a)
+
+
+@derivation("claim_identity_ascends")
+def identity_ascends(formulas: dict[str, Formula]) -> Iterator[Pair]:
+    """Change of the two-layer loss along the surrogate x: minus the true gradient times the step."""
+    x, a, b, eta = _real("x a b eta")
+    change = (1 + b) * (1 + a - eta * x) * x - (1 + b) * (1 + a) * x
+    yield change, -eta * x * formulas["true_grad_a"](x, b)
+
+
+@derivation("claim_skip_bias", "claim_identity_bias", "claim_gradient_flow", "claim_relative_bias")
+def scalar_chain(formulas: dict[str, Formula]) -> Iterator[Pair]:
+    """The bounds are attained by scalar chains: branches +l for the bias, -l for what is left of the gradient."""
+    ls = sp.symbols("l0:3", positive=True)
+    v = sp.Symbol("v", positive=True)
+    true = kept = weak = v
+    for j, branch in enumerate(ls):
+        true, weak = true + branch * true, weak - branch * weak
+        kept = kept + branch * kept if j == 1 else kept
+    whole = sp.prod([1 + branch for branch in ls])
+    least = sp.prod([1 - branch for branch in ls])
+    yield true - kept, (whole - (1 + ls[1])) * v
+    yield true - v, (whole - 1) * v
+    yield weak, least * v
+    yield (v - weak) / weak, 1 / least - 1
