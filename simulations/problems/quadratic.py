@@ -47,6 +47,12 @@ class Quadratic:
     def gradient(self, x: Tensor, rows: slice | Tensor, out: Tensor | None = None) -> Tensor:
         return torch.mm(self.matrix[rows], x, out=out)
 
+    def change(self, gradient: Tensor, rows: slice | Tensor, eta: Tensor) -> Tensor:
+        """f(x - eta U g) - f(x) = -eta <g, g - eta A_bb g/2>, exact for g = U^T A x; cost |block|^2 a run."""
+        block = self.matrix[rows][:, rows]
+        curved = torch.mm(block, gradient).mul_(eta * 0.5).sub_(gradient).mul_(gradient)
+        return curved.sum(0).mul_(eta)
+
 
 def coupled(n: int, p: int, coupling: float, condition: float, rng: np.random.Generator) -> Quadratic:
     """D^(1/2) C D^(1/2): curvatures D spread over `condition`, C = (1 - coupling) I + coupling W W^T normalised.
