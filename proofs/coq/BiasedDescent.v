@@ -1,4 +1,4 @@
-(* (g) Descent with a biased gradient, on vectors of R^n. *)
+(* T2. Descent with a biased gradient, on vectors of R^n. *)
 From Coq Require Import Reals Lra Psatz Lia.
 From LCSB Require Import FinSum Vectors.
 Open Scope R_scope.
