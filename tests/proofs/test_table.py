@@ -12,7 +12,9 @@ from proofs import check, derivations
 from proofs.formulas import Formula
 
 
-def test_every_claim_is_checked_and_rests_on_the_axioms_of_the_reals_alone(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_claim_is_checked_and_rests_on_the_axioms_of_the_reals_alone(
+    built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # the session's build, made a moment ago from these sources, stands for a second one
     monkeypatch.setattr(check, "build", lambda folder: shutil.copytree(built, folder, dirs_exist_ok=True))
     rows = check.prove()
@@ -75,5 +77,7 @@ def test_every_formula_is_met_by_a_derivation() -> None:
 def test_a_further_axiom_fails_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "have_coq", lambda: True)
     monkeypatch.setattr(check, "build", lambda folder: None)
-    monkeypatch.setattr(check, "axioms_of", lambda built, groups: [set() for _ in groups[1:]] + [{"Sly.easy"}])
+    monkeypatch.setattr(
+        check, "axioms_of", lambda built, groups: [set() for _ in groups[1:]] + [{"Sly.easy"}]
+    )
     assert {row.coq for row in check.prove()} == {"failed: rests on Sly.easy"}
