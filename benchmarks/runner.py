@@ -22,12 +22,19 @@ from simulations.runner import Arm, run
 TARGETS = {8: 45.0, 1: 25.0}
 
 
-def loop(a: np.ndarray, blocks: list[slice], start: np.ndarray, etas: np.ndarray, steps: int, every: int) -> np.ndarray:
+def loop(
+    a: np.ndarray, blocks: list[slice], start: np.ndarray, etas: np.ndarray, steps: int, every: int
+) -> np.ndarray:
     """Losses (records, runs) of one run after another."""
     n, runs = start.shape
     p = len(blocks)
     losses = np.empty((steps // every, runs))
-    x, full, g, rows = np.empty(n), np.empty(n), np.empty(n // p), [np.ascontiguousarray(a[b]) for b in blocks]
+    x, full, g, rows = (
+        np.empty(n),
+        np.empty(n),
+        np.empty(n // p),
+        [np.ascontiguousarray(a[b]) for b in blocks],
+    )
     for r in range(runs):
         x[:] = start[:, r]
         views = [x[b] for b in blocks]

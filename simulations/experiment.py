@@ -39,7 +39,9 @@ class Experiment:
     theorems: tuple[str, ...]
     body: Callable[[Size, int], Result]
 
-    def run(self, size: Size = "quick", seed: int = 0, out: Path | None = None) -> tuple[dict[str, Any], Result]:
+    def run(
+        self, size: Size = "quick", seed: int = 0, out: Path | None = None
+    ) -> tuple[dict[str, Any], Result]:
         """Run and, with `out`, write OUT/NAME/record.json, figure.json and figure.svg. Returns (record, result)."""
         if size not in get_args(Size):
             raise ValueError(f"size is {size!r}, expected one of {', '.join(get_args(Size))}")
@@ -75,7 +77,9 @@ class Experiment:
 
 def main(experiment: Experiment, arguments: list[str] | None = None) -> int:
     """`python -m simulations.NAME`: 0 when it ran through, whatever the verdict."""
-    parser = argparse.ArgumentParser(prog=f"python -m simulations.{experiment.name}", description=experiment.title)
+    parser = argparse.ArgumentParser(
+        prog=f"python -m simulations.{experiment.name}", description=experiment.title
+    )
     parser.add_argument("--size", choices=get_args(Size), default="quick")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder for the record and the figure")

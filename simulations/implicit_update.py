@@ -25,9 +25,14 @@ BETAS = (0.9, 0.999)
 
 def _yes(name: str, holds: bool, reason: str, effect: float, margin: float, n: int, unit: str) -> Part:
     return Part(
-        name=name, verdict="supported" if holds else "refuted", reason=reason,
-        effect=effect if np.isfinite(effect) else None, margin=margin, n=n, unit=unit
-    )  # fmt: skip
+        name=name,
+        verdict="supported" if holds else "refuted",
+        reason=reason,
+        effect=effect if np.isfinite(effect) else None,
+        margin=margin,
+        n=n,
+        unit=unit,
+    )
 
 
 def change_of_variable(count: int, seed: int) -> Part:
@@ -55,9 +60,14 @@ def change_of_variable(count: int, seed: int) -> Part:
         run(problem, Arm("t6", "sgd-ema", "momentum", momentum=beta), start, eta, 200, observe=observe)
         worst = max(worst, max(gaps))
     return _yes(
-        "change of variable (T6)", worst < 1e-12,
-        f"Largest relative gap {significant(worst)} over {count} problems of 200 steps.", worst, 1e-12, count, "relative gap",
-    )  # fmt: skip
+        "change of variable (T6)",
+        worst < 1e-12,
+        f"Largest relative gap {significant(worst)} over {count} problems of 200 steps.",
+        worst,
+        1e-12,
+        count,
+        "relative gap",
+    )
 
 
 def energy(count: int, seed: int) -> Part:
@@ -85,10 +95,14 @@ def energy(count: int, seed: int) -> Part:
         run(problem, Arm("t6b", "sgd-ema", "frozen", momentum=beta), start, eta, 400, observe=observe)
         worst = max(worst, max(excess))
     return _yes(
-        "energy falls at every step (T6b)", worst <= 1e-12,
+        "energy falls at every step (T6b)",
+        worst <= 1e-12,
         f"Largest excess over the promised fall {significant(worst)} of f(x^0), {count} problems of 400 steps.",
-        worst, 1e-12, count, "share of f(x^0)",
-    )  # fmt: skip
+        worst,
+        1e-12,
+        count,
+        "share of f(x^0)",
+    )
 
 
 def counterexample() -> tuple[Part, dict[str, list[float]]]:
@@ -104,10 +118,15 @@ def counterexample() -> tuple[Part, dict[str, list[float]]]:
     grown = {idle: curve[-1] / curve[0] for idle, curve in curves.items()}
     holds = grown["momentum"] > 1e3 and grown["frozen"] < 1
     part = _yes(
-        "idle momentum loses 2/L_max, frozen keeps it (T5, T6b)", holds,
+        "idle momentum loses 2/L_max, frozen keeps it (T5, T6b)",
+        holds,
         f"After 200 cycles at 1.8/L_max the loss is {significant(grown['momentum'])} of the start under idle momentum, "
-        f"{significant(grown['frozen'])} under frozen.", grown["momentum"], 1e3, 1, "final over first loss",
-    )  # fmt: skip
+        f"{significant(grown['frozen'])} under frozen.",
+        grown["momentum"],
+        1e3,
+        1,
+        "final over first loss",
+    )
     return part, curves
 
 
@@ -153,7 +172,8 @@ def late_start() -> Part:
     run(problem, Arm("late", "adamw", betas=BETAS, eps=1e-12), np.zeros(p), 1.0, p, observe=observe)
     expected = first_pulse_displacement(np.arange(1, p + 1), BETAS)
     worst = float(np.max(np.abs(np.array(moved) / expected - 1)))
-    reason = f"First steps of blocks 1 to 8 are {', '.join(f'{v:.3f}' for v in moved)} eta; largest error {significant(worst)}."
+    steps = ", ".join(f"{v:.3f}" for v in moved)
+    reason = f"First steps of blocks 1 to 8 are {steps} eta; largest error {significant(worst)}."
     return _yes("late start (T6)", worst < 1e-8, reason, worst, 1e-8, p, "relative error")
 
 
@@ -177,11 +197,22 @@ def noisy_movement(runs: int, seed: int) -> list[Part]:
         warm, steps = 4000, 800
         kept: dict[int, torch.Tensor] = {}
 
-        def observe(t: int, x: torch.Tensor, m: torch.Tensor | None, into: dict[int, torch.Tensor] = kept) -> None:
+        def observe(
+            t: int, x: torch.Tensor, m: torch.Tensor | None, into: dict[int, torch.Tensor] = kept
+        ) -> None:
             if t + 1 in (warm, warm + steps):  # noqa: B023
                 into[t + 1] = x.clone()
 
-        run(problem, arm, np.zeros((p, runs)), 1.0, warm + steps, noise=noise, record_every=warm + steps, observe=observe)
+        run(
+            problem,
+            arm,
+            np.zeros((p, runs)),
+            1.0,
+            warm + steps,
+            noise=noise,
+            record_every=warm + steps,
+            observe=observe,
+        )
         moved[idle] = (kept[warm] - kept[warm + steps]).numpy().reshape(p, groups, -1)
     parts = []
     for idle in ("momentum", "frozen"):
@@ -196,12 +227,16 @@ def noisy_movement(runs: int, seed: int) -> list[Part]:
             mean = float(np.mean(by_group))
             parts.append(
                 Part(
-                    name=f"{kind} of idle {idle} under noise (T9)", verdict=decision.verdict,
+                    name=f"{kind} of idle {idle} under noise (T9)",
+                    verdict=decision.verdict,
                     reason=f"{mean:.3f} of full's, predicted {predicted:.3f} ({percent(mean / predicted - 1)}), "
                     f"{groups} groups of {runs // groups} runs.",
-                    effect=mean / predicted - 1, unit="relative error", margin=0.05, n=groups,
+                    effect=mean / predicted - 1,
+                    unit="relative error",
+                    margin=0.05,
+                    n=groups,
                 )
-            )  # fmt: skip
+            )
     return parts
 
 

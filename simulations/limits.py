@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -48,23 +49,30 @@ def measured_limit(problem: Quadratic, arm: Arm, cycles: int, rng: np.random.Gen
 
 def body(size: Size, seed: int) -> Result:
     count, cycles = {"quick": (10, 150), "standard": (100, 200), "full": (400, 400)}[size]
-    rows = []
+    rows: list[dict[str, Any]] = []
     for i in range(count):
         rng = np.random.default_rng([seed, i])
         p = int(rng.choice([2, 3, 4]))
         problem = coupled(3 * p, p, float(rng.uniform(0.1, 1.0)), float(rng.choice([1.0, 3.0, 10.0])), rng)
         ratio = problem.smoothness / float(problem.block_smoothness.max())
         for arm in ARMS:
-            order = "full" if arm.order == "full" else "cyclic"
+            order: Literal["full", "cyclic"] = "full" if arm.order == "full" else "cyclic"
             limit = stability_limit(
                 problem.A, problem.partition, order=order, momentum=arm.momentum, idle=arm.idle
-            )  # type: ignore[call-overload]
+            )
             measured = measured_limit(problem, arm, cycles, rng)
             error = None if measured is None else measured / limit.learning_rate - 1
             rows.append(
-                {"problem": i, "p": p, "arm": arm.name, "L_over_L_max": ratio, "predicted": limit.learning_rate,
-                 "measured": measured, "relative_error": error}
-            )  # fmt: skip
+                {
+                    "problem": i,
+                    "p": p,
+                    "arm": arm.name,
+                    "L_over_L_max": ratio,
+                    "predicted": limit.learning_rate,
+                    "measured": measured,
+                    "relative_error": error,
+                }
+            )
     parts = []
     for arm in ARMS:
         mine = [row for row in rows if row["arm"] == arm.name]
@@ -75,12 +83,19 @@ def body(size: Size, seed: int) -> Result:
         parts.append(
             Part(
                 name=arm.name,
-                verdict="supported" if within == len(mine) else "inconclusive" if within + missing == len(mine) else "refuted",
+                verdict="supported"
+                if within == len(mine)
+                else "inconclusive"
+                if within + missing == len(mine)
+                else "refuted",
                 reason=f"{within} of {len(mine)} measured limits within {percent(TOLERANCE, 0)} of the predicted ones, "
                 f"worst {percent(worst, 2)}, {missing} without a measured limit.",
-                effect=worst, unit="relative error", margin=TOLERANCE, n=len(mine),
+                effect=worst,
+                unit="relative error",
+                margin=TOLERANCE,
+                n=len(mine),
             )
-        )  # fmt: skip
+        )
     by_problem: dict[int, dict[str, float]] = {}
     for row in rows:
         by_problem.setdefault(row["problem"], {"x": row["L_over_L_max"]})[row["arm"]] = row["predicted"]
@@ -90,9 +105,12 @@ def body(size: Size, seed: int) -> Result:
             mine = [r for r in rows if r["arm"] == arm.name and r["measured"] is not None]
             full = {i: d["full"] for i, d in by_problem.items()}
             axis.plot(
-                [r["L_over_L_max"] for r in mine], [r["measured"] / full[r["problem"]] for r in mine],
-                "o", color=LIGHT[colour], label=arm.name,
-            )  # fmt: skip
+                [r["L_over_L_max"] for r in mine],
+                [r["measured"] / full[r["problem"]] for r in mine],
+                "o",
+                color=LIGHT[colour],
+                label=arm.name,
+            )
         axis.set_xlabel("L / L_max")
         axis.set_ylabel("limit / full's limit")
         axis.set_title("Measured limits of stability")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,11 +42,17 @@ def body(size: Size, seed: int) -> Result:
     rate = 0.4 / problem.smoothness
     rows, parts = [], []
     for i, arm in enumerate(ARMS):
-        order = {"reversed": list(range(p))[::-1]}.get(arm.order, arm.order)
+        order: Any = {"reversed": list(range(p))[::-1]}.get(arm.order, arm.order)
         predicted = noise_floor(
-            problem.A, problem.partition, rate, sigma**2, order=order, momentum=arm.momentum, idle=arm.idle,
+            problem.A,
+            problem.partition,
+            rate,
+            sigma**2,
+            order=order,
+            momentum=arm.momentum,
+            idle=arm.idle,
             normalisation="heavy-ball" if arm.optimizer == "heavy-ball" else "ema",
-        ).excess  # fmt: skip
+        ).excess
         generator = torch.Generator().manual_seed(1000 * seed + i)
         scale = torch.from_numpy(sigma)[:, None]
 
@@ -53,28 +60,40 @@ def body(size: Size, seed: int) -> Result:
             return s * torch.randn((n, runs), generator=g, dtype=torch.float64)
 
         # Every step is recorded: the floor is the mean over the phases of the cycle.
-        found = run(problem, arm, np.zeros((n, runs)), rate, cycles * p, noise=noise, seeds=seed + np.arange(runs))
+        found = run(
+            problem, arm, np.zeros((n, runs)), rate, cycles * p, noise=noise, seeds=seed + np.arange(runs)
+        )
         late = found.losses[1 + cycles * p // 2 :].mean(0)
         values = late.reshape(GROUPS, -1).mean(1)
-        decision = decide_share([(values.tolist(), predicted * (1 - TOLERANCE), predicted * (1 + TOLERANCE))], 1.0)
+        decision = decide_share(
+            [(values.tolist(), predicted * (1 - TOLERANCE), predicted * (1 + TOLERANCE))], 1.0
+        )
         error = float(values.mean() / predicted - 1)
         rows.append({"arm": arm.name, "predicted": predicted, "groups": values, "relative_error": error})
         parts.append(
             Part(
-                name=arm.name, verdict=decision.verdict,
+                name=arm.name,
+                verdict=decision.verdict,
                 reason=f"Excess loss {significant(float(values.mean()))}, predicted {significant(predicted)}: "
                 f"{percent(error, 2)} off, {GROUPS} groups of {runs // GROUPS} runs.",
-                effect=error, unit="relative error", margin=TOLERANCE, n=GROUPS,
+                effect=error,
+                unit="relative error",
+                margin=TOLERANCE,
+                n=GROUPS,
             )
-        )  # fmt: skip
+        )
 
     def draw(axis: Axes) -> None:
         names = [row["arm"] for row in rows]
         axis.errorbar(
-            [100 * row["relative_error"] for row in rows], names,
-            xerr=[100 * 2.36 * row["groups"].std(ddof=1) / np.sqrt(GROUPS) / row["predicted"] for row in rows],
-            fmt="o", color=LIGHT["exact"],
-        )  # fmt: skip
+            [100 * row["relative_error"] for row in rows],
+            names,
+            xerr=[
+                100 * 2.36 * row["groups"].std(ddof=1) / np.sqrt(GROUPS) / row["predicted"] for row in rows
+            ],
+            fmt="o",
+            color=LIGHT["exact"],
+        )
         axis.axvspan(-2, 2, color=LIGHT["grid"])
         axis.set_xlabel("measured against predicted excess loss, per cent (95 % interval)")
         axis.set_title("Noise floor")

@@ -56,7 +56,9 @@ def paired_differences(count: int, seed: int) -> Array:
         return torch.randn((16, 2 * pairs), generator=generator, dtype=torch.float64)
 
     rate = 0.3 / problem.block_smoothness.max()
-    found = run(problem, Arm("planted", "sgd-ema", momentum=0.9), start, rate, 120, noise=noise, record_every=4)
+    found = run(
+        problem, Arm("planted", "sgd-ema", momentum=0.9), start, rate, 120, noise=noise, record_every=4
+    )
     outcome = found.losses[-10:].mean(0)
     differences = outcome[0::2] - outcome[1::2]
     scale = differences[count * SEEDS :].std(ddof=1)
@@ -84,8 +86,10 @@ def body(size: Size, seed: int) -> Result:
     count = {"quick": 200, "standard": 200, "full": 2000}[size]
     differences = paired_differences(count, seed)
     judges: dict[str, Judge] = {
-        "the judge": the_judge, "mutant: always inconclusive": always_inconclusive, "mutant: sign only": sign_only
-    }  # fmt: skip
+        "the judge": the_judge,
+        "mutant: always inconclusive": always_inconclusive,
+        "mutant: sign only": sign_only,
+    }
     found = {name: calibrate(judge, differences) for name, judge in judges.items()}
     parts = []
     for name, row in found.items():
@@ -97,9 +101,12 @@ def body(size: Size, seed: int) -> Result:
                 reason=f"{row['wrong']} of {row['total']} wrong, {100 * row['decided_rate']:.0f} % of the effects of 3 "
                 f"standard deviations decided at {SEEDS} seeds: {'passes' if row['passed'] else 'fails'}, and should "
                 f"{'pass' if should_pass else 'fail'}.",
-                effect=float(row["wrong"]), unit="wrong verdicts", margin=WRONG_ALLOWED * count / 200, n=count,
+                effect=float(row["wrong"]),
+                unit="wrong verdicts",
+                margin=WRONG_ALLOWED * count / 200,
+                n=count,
             )
-        )  # fmt: skip
+        )
 
     def draw(axis: Axes) -> None:
         names = list(found)

@@ -60,15 +60,20 @@ def body(size: Size, seed: int) -> Result:
         gap = float(np.linalg.norm(nf4.A - exact.A, 2))
         bounds = weyl_interval(exact.smoothness, gap)
         row: dict[str, float | bool] = {
-            "L": exact.smoothness, "L_nf4": nf4.smoothness,
+            "L": exact.smoothness,
+            "L_nf4": nf4.smoothness,
             "weyl": bool(bounds.low - 1e-12 <= nf4.smoothness <= bounds.high + 1e-12),
-        }  # fmt: skip
-        for name, problem in (("exact", exact), ("nf4", nf4), ("bfloat16", Rounded(exact.A, exact.partition))):
+        }
+        for name, problem in (
+            ("exact", exact),
+            ("nf4", nf4),
+            ("bfloat16", Rounded(exact.A, exact.partition)),
+        ):
             full = stability_limit(problem.A, problem.partition, order="full").learning_rate
             cyclic = stability_limit(problem.A, problem.partition).learning_rate
             row[f"{name}_full_limit"], row[f"{name}_cyclic_limit"] = full, cyclic
             rate = float(np.sqrt(full * cyclic))
-            # The window at equal eta, and at equal movement of plain descent: full takes p steps where a block takes one.
+            # The window at equal eta, then at equal movement: full takes p steps where a block takes one.
             row[f"{name}_window"] = not _converges(problem, FULL, rate, start, cycles) and _converges(
                 problem, CYCLIC, rate, start, cycles
             )
@@ -82,9 +87,12 @@ def body(size: Size, seed: int) -> Result:
     def draw(axis: Axes) -> None:
         for name, colour in (("exact", "exact"), ("nf4", "identity")):
             axis.plot(
-                [r["L"] for r in rows], [float(r[f"{name}_cyclic_limit"]) / float(r[f"{name}_full_limit"]) for r in rows],
-                "o", color=LIGHT[colour], label={"exact": "float64 weights", "nf4": "NF4 weights"}[name],
-            )  # fmt: skip
+                [r["L"] for r in rows],
+                [float(r[f"{name}_cyclic_limit"]) / float(r[f"{name}_full_limit"]) for r in rows],
+                "o",
+                color=LIGHT[colour],
+                label={"exact": "float64 weights", "nf4": "NF4 weights"}[name],
+            )
         axis.axhline(1.0, color=LIGHT["muted"], linestyle="--")
         axis.set_xlabel("L")
         axis.set_ylabel("limit of cyclic over limit of full")
@@ -102,20 +110,27 @@ def _weyl(rows: list[dict[str, float | bool]]) -> Part:
     n, inside = len(rows), _count(rows, "weyl")
     moved = max(abs(float(r["L_nf4"]) / float(r["L"]) - 1) for r in rows)
     return Part(
-        name="NF4 is a fixed perturbation within Weyl's bound (T11)", verdict="supported" if inside == n else "refuted",
-        reason=f"{inside} of {n} inside; L moves by at most {percent(moved)}.", effect=moved, unit="relative change of L", n=n,
-    )  # fmt: skip
+        name="NF4 is a fixed perturbation within Weyl's bound (T11)",
+        verdict="supported" if inside == n else "refuted",
+        reason=f"{inside} of {n} inside; L moves by at most {percent(moved)}.",
+        effect=moved,
+        unit="relative change of L",
+        n=n,
+    )
 
 
 def _window(rows: list[dict[str, float | bool]]) -> Part:
     n = len(rows)
     found = {name: _count(rows, f"{name}_window") for name in ("exact", "nf4", "bfloat16")}
     return Part(
-        name="a window exists at equal learning rate (C6)", verdict="supported" if found["nf4"] == n else "refuted",
+        name="a window exists at equal learning rate (C6)",
+        verdict="supported" if found["nf4"] == n else "refuted",
         reason=f"Full diverges and cyclic converges at the geometric mean of both limits on {found['nf4']} of {n} NF4 "
         f"problems, {found['exact']} with exact weights, {found['bfloat16']} with bfloat16 gradients.",
-        effect=found["nf4"] / n, unit="share of problems", n=n,
-    )  # fmt: skip
+        effect=found["nf4"] / n,
+        unit="share of problems",
+        n=n,
+    )
 
 
 def _same_window(rows: list[dict[str, float | bool]]) -> Part:
@@ -125,24 +140,36 @@ def _same_window(rows: list[dict[str, float | bool]]) -> Part:
         for r in rows
     ]
     decision = decide(ratios, "inside", 0.05, unit="problem")
-    bounds = f"[{fixed(decision.interval[0], 4)}, {fixed(decision.interval[1], 4)}]" if decision.interval else "none"
+    bounds = (
+        f"[{fixed(decision.interval[0], 4)}, {fixed(decision.interval[1], 4)}]"
+        if decision.interval
+        else "none"
+    )
     return Part(
-        name="quantisation does not make the window", verdict=decision.verdict,
-        reason=f"The log width of the window changes by {significant(decision.effect)} with NF4, 95 % interval {bounds}, "
-        "against a margin of 0.05.", effect=decision.effect, interval=decision.interval, margin=0.05, n=decision.n,
+        name="quantisation does not make the window",
+        verdict=decision.verdict,
+        reason=f"Its log width changes by {significant(decision.effect)} with NF4, 95 % interval {bounds}, "
+        "against a margin of 0.05.",
+        effect=decision.effect,
+        interval=decision.interval,
+        margin=0.05,
+        n=decision.n,
         unit="change of log width",
-    )  # fmt: skip
+    )
 
 
 def _movement(rows: list[dict[str, float | bool]]) -> Part:
     n = len(rows)
     found = {name: _count(rows, f"{name}_window_at_equal_movement") for name in ("exact", "nf4", "bfloat16")}
     return Part(
-        name="the window closes at equal movement", verdict="supported" if not any(found.values()) else "refuted",
+        name="the window closes at equal movement",
+        verdict="supported" if not any(found.values()) else "refuted",
         reason=f"At full's eta/p against cyclic's eta, 0.95 of cyclic's limit, full diverges where cyclic converges on "
-        f"{found['nf4']} of {n} NF4 problems, {found['exact']} exact ones, {found['bfloat16']} with bfloat16 gradients.",
-        effect=found["nf4"] / n, unit="share of problems", n=n,
-    )  # fmt: skip
+        f"{found['nf4']} of {n} NF4 problems, {found['exact']} exact ones, {found['bfloat16']} with bfloat16.",
+        effect=found["nf4"] / n,
+        unit="share of problems",
+        n=n,
+    )
 
 
 EXPERIMENT = Experiment(

@@ -26,7 +26,9 @@ def get(name: str) -> Experiment:
     """The experiment of that name. Raises ValueError that names the nearest."""
     if name not in NAMES:
         near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.0)
-        raise ValueError(f"unknown experiment {name!r}; did you mean {near[0]!r}? (one of {', '.join(NAMES)})")
+        raise ValueError(
+            f"unknown experiment {name!r}; did you mean {near[0]!r}? (one of {', '.join(NAMES)})"
+        )
     experiment: Experiment = import_module(f"simulations.{name}").EXPERIMENT
     return experiment
 

@@ -112,7 +112,9 @@ def run(
     x = x[:, None] if x.ndim == 1 else x
     runs = max(x.shape[1], len(eta))
     if x.shape[0] != n or x.shape[1] not in (1, runs) or len(eta) not in (1, runs):
-        raise ValueError(f"start has shape {tuple(x.shape)}, learning_rates {len(eta)}, expected {n} x runs and runs")
+        raise ValueError(
+            f"start has shape {tuple(x.shape)}, learning_rates {len(eta)}, expected {n} x runs and runs"
+        )
     x, eta = x.expand(n, runs).clone(), eta.expand(runs).contiguous()
     seeds = np.arange(runs) if seeds is None else np.asarray(seeds)
     rows = block_rows(problem.partition)
@@ -121,7 +123,9 @@ def run(
     owner = torch.empty(n, dtype=torch.long)
     for j, block in enumerate(problem.partition.arrays()):
         owner[torch.from_numpy(block)] = j
-    rngs = [np.random.default_rng([int(s), ORDERS.index(arm.order)]) for s in seeds] if sequence is None else []
+    rngs = (
+        [np.random.default_rng([int(s), ORDERS.index(arm.order)]) for s in seeds] if sequence is None else []
+    )
     update = _Update(arm, x, eta)
     everything = slice(0, n)
     buffers = [torch.empty((len(b), runs), dtype=torch.float64) for b in problem.partition]
@@ -144,7 +148,11 @@ def run(
             update.block(g, where)
         else:
             g = problem.gradient(x, everything, whole)
-            chosen = torch.from_numpy(sequence[t]) if sequence is not None else _measured(arm, g, owner, len(rows), rngs)
+            chosen = (
+                torch.from_numpy(sequence[t])
+                if sequence is not None
+                else _measured(arm, g, owner, len(rows), rngs)
+            )
             if noise is not None:
                 g = g + noise(t)
             update.masked(g, owner[:, None] == chosen[None, :])

@@ -31,7 +31,9 @@ class Chain:
     def __post_init__(self) -> None:
         layers, d, r = self.B.shape
         if self.W.shape != (layers, d, d) or self.target.shape != (d,):
-            raise ValueError(f"W has shape {self.W.shape}, target {self.target.shape}, expected {layers} x d x d and d")
+            raise ValueError(
+                f"W has shape {self.W.shape}, target {self.target.shape}, expected {layers} x d x d and d"
+            )
         if self.mode not in ("exact", "identity"):
             raise ValueError(f"mode is {self.mode!r}, expected 'exact' or 'identity'")
         above, columns = np.eye(d), []
@@ -60,7 +62,9 @@ class Chain:
         return self._true.T @ (self._true @ x - self._target)
 
 
-def random_chain(layers: int, d: int, r: int, branch_norm: float, mode: str, rng: np.random.Generator) -> Chain:
+def random_chain(
+    layers: int, d: int, r: int, branch_norm: float, mode: str, rng: np.random.Generator
+) -> Chain:
     """Gaussian layers scaled to spectral norm `branch_norm`, orthonormal B_l."""
     w = rng.normal(size=(layers, d, d))
     w *= branch_norm / np.linalg.norm(w, ord=2, axis=(1, 2))[:, None, None]

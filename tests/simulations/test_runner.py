@@ -10,7 +10,9 @@ from bcd_theory.partition import Partition
 from simulations.problems import Quadratic, coupled
 from simulations.runner import ORDERS, Arm, block_sequence, run
 
-_spec = importlib.util.spec_from_file_location("loop_reference", Path(__file__).with_name("loop_reference.py"))
+_spec = importlib.util.spec_from_file_location(
+    "loop_reference", Path(__file__).with_name("loop_reference.py")
+)
 assert _spec and _spec.loader
 reference = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(reference)
@@ -32,7 +34,17 @@ def test_the_runner_agrees_with_the_loop(optimizer, idle, order, interleaved):
     for r in range(4):
         steps = sequence if sequence.ndim == 1 else sequence[:, r]
         x, losses = reference.loop_run(
-            problem.A, problem.partition.blocks, steps, start[:, r], eta[r], optimizer, idle, 0.8, (0.8, 0.95), 1e-6, 0.03
+            problem.A,
+            problem.partition.blocks,
+            steps,
+            start[:, r],
+            eta[r],
+            optimizer,
+            idle,
+            0.8,
+            (0.8, 0.95),
+            1e-6,
+            0.03,
         )
         np.testing.assert_allclose(found.x[:, r].numpy(), x, rtol=1e-10, atol=1e-12)
         np.testing.assert_allclose(found.losses[1:, r], losses, rtol=1e-10, atol=1e-14)

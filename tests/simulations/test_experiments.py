@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from bcd_theory.identity import bias_bound
+from bcd_theory.linear import stability_limit
+from simulations import EXPERIMENTS, get
+from simulations.experiment import main
+from simulations.gallery import page, section
+from simulations.limits import measured_limit
+from simulations.planted import always_inconclusive, calibrate, paired_differences, sign_only, the_judge
+from simulations.problems import Quadratic, ring
+from simulations.problems.chain import random_chain
+from simulations.runner import Arm, run
+
+
+@pytest.fixture(scope="module")
+def differences():
+    return paired_differences(200, 1)
+
+
+def test_the_judge_passes_its_calibration(differences):
+    found = calibrate(the_judge, differences)
+    assert found["total"] == 200 and found["wrong"] <= 3 and found["decided_rate"] >= 0.8
+
+
+@pytest.mark.parametrize("mutant", [always_inconclusive, sign_only])
+def test_mutant_judges_fail_the_calibration(differences, mutant):
+    assert not calibrate(mutant, differences)["passed"]
+
+
+def test_the_planted_scale_is_one_standard_deviation(differences):
+    assert abs(differences.std() - 1) < 0.1 and abs(differences.mean()) < 0.15
+
+
+def test_a_known_limit_is_measured():
+    problem = Quadratic(np.array([[1, 0.9], [0.9, 1]]), ring(2).partition)
+    rng = np.random.default_rng(0)
+    assert measured_limit(problem, Arm("cyclic"), 150, rng) == pytest.approx(2.0, rel=0.01)
+    assert measured_limit(problem, Arm("full", order="full"), 150, rng) == pytest.approx(2 / 1.9, rel=0.01)
+
+
+def test_the_chain_has_the_gradient_that_autograd_finds():
+    rng = np.random.default_rng(1)
+    chain = random_chain(3, 5, 2, 0.4, "exact", rng)
+    x = torch.from_numpy(rng.normal(size=6)).requires_grad_()
+    h = torch.zeros(5, dtype=torch.float64)
+    for layer in range(3):
+        h = (
+            h
+            + torch.from_numpy(chain.W[layer]) @ h
+            + torch.from_numpy(chain.B[layer]) @ x[2 * layer : 2 * layer + 2]
+        )
+    (0.5 * (h - torch.from_numpy(chain.target)).square().sum()).backward()
+    found = chain.gradient(x.detach()[:, None], slice(0, 6))[:, 0]
+    np.testing.assert_allclose(found.numpy(), x.grad.numpy(), atol=1e-12)
+
+
+def test_identity_equals_exact_where_the_branches_vanish():
+    chain = random_chain(3, 5, 2, 1e-300, "identity", np.random.default_rng(2))
+    np.testing.assert_allclose(chain.true, chain.surrogate)
+    assert bias_bound([0.0, 0.0]) == 0.0
+
+
+def test_the_ring_separates_the_idle_policies():
+    problem = ring(8)
+    limit = stability_limit(problem.A, problem.partition, momentum=0.9).learning_rate
+    assert limit * problem.block_smoothness.max() == pytest.approx(1.558, abs=2e-3)
+    for idle, grows in (("momentum", True), ("frozen", False)):
+        losses = run(
+            problem, Arm(idle, "sgd-ema", idle, momentum=0.9), np.arange(1.0, 9.0), 1.1 * limit, 800
+        ).losses
+        assert (losses[-1] > losses[0]).item() == grows
+
+
+@pytest.mark.parametrize("name", ["planted", "limits", "noise_floor"])
+def test_quick_experiments_write_strict_records(name, tmp_path, capsys):
+    assert main(get(name), ["--out", str(tmp_path), "--json"]) == 0
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    record = json.loads((tmp_path / name / "record.json").read_text())
+    assert line["verdict"] == record["verdict"] == "supported"
+    assert record["parts"] and (tmp_path / name / "figure.svg").read_text().startswith("<?xml")
+    json.loads((tmp_path / name / "figure.json").read_text())
+    if name == "planted":
+        assert (line["wrong"], line["total"]) == (0, 200) and line["decided_rate"] >= 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(EXPERIMENTS))
+def test_every_quick_experiment_runs_within_a_minute(name):
+    record, _ = get(name).run("quick")
+    assert record["seconds"] < 60
+
+
+def test_a_wrong_prediction_is_refuted(monkeypatch):
+    import simulations.noise_floor as module
+
+    true = module.noise_floor
+
+    class Off:
+        def __init__(self, floor):
+            self.excess = floor.excess * 1.06
+
+    monkeypatch.setattr(module, "noise_floor", lambda *a, **k: Off(true(*a, **k)))
+    record, _ = module.EXPERIMENT.run("quick")
+    assert record["verdict"] == "refuted"
+
+
+def test_unknown_names_name_the_nearest():
+    with pytest.raises(ValueError, match="did you mean 'planted'"):
+        get("plantd")
+
+
+def test_the_gallery_has_a_section_with_a_figure():
+    experiment = get("planted")
+    record, result = experiment.run()
+    text = page([section(experiment, record, result)])
+    assert text.count("<svg") == 1 and 'id="planted"' in text and "<script" not in text
