@@ -14,6 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from bcd_theory.predict import Prediction
+from bcd_theory.theorems import THEOREMS
 from reports.decisions import count
 from reports.figures import Plot, Table, plots
 from reports.judge import reproduce_command
@@ -110,11 +111,14 @@ def page(run: Run, verdicts: Verdicts, drawn: list[Drawn]) -> str:
     )
     environment.filters |= {"numbers": numbers, "tested": _tested, "numeric": _numeric, "tight": tight}
     shown = {plot.name for plot in drawn}
+    used = {name for entry in verdicts.verdicts if _tested(entry) for name in entry.theorems}
+    theorems = [(name, theorem) for name, theorem in THEOREMS.items() if name in used]
     sections = [
         ("verdicts", "Verdicts"),
         ("claims", "Why"),
         ("training", "Training"),
         *[(key, title) for key, title, names in GROUPS if shown.intersection(names)],
+        *([("theory", "Theory")] if theorems else []),
         ("predictions", "Predictions"),
         ("run", "The run"),
         ("reproduce", "Reproduce"),
@@ -133,6 +137,7 @@ def page(run: Run, verdicts: Verdicts, drawn: list[Drawn]) -> str:
         summary=summary(verdicts),
         facts=_facts(run),
         untested=[entry for entry in verdicts.verdicts if not _tested(entry)],
+        theorems=theorems,
         arms=_arms(run),
         predictions=_predictions(run),
         settings=_settings(run),

@@ -284,3 +284,16 @@ def test_contrast_of_text_marks_and_badges(scheme):
     assert contrast(found["muted"], found["soft"]) >= 4.5
     for tone in ("ok", "bad", "same", "open", "none"):
         assert contrast(found[tone], found[f"{tone}-soft"]) >= 4.5, tone
+
+
+def test_every_verdict_links_to_its_theorems(text):
+    linked = set(re.findall(r'href="#theorem-(T\d+b?)"', text))
+    stated = set(re.findall(r'<dt id="theorem-(T\d+b?)"', text))
+    assert linked == stated and {"T6", "T7", "T9", "T12"} <= linked
+
+
+def test_claims_name_theorems_that_exist():
+    from bcd_theory.theorems import THEOREMS
+    from reports.claims import CLAIMS
+
+    assert {name for claim in CLAIMS for name in claim.theorems} <= THEOREMS.keys()
