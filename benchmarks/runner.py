@@ -1,7 +1,8 @@
 """Speed of the batched runner against a numpy loop over runs: `python -m benchmarks.runner [--json PATH]`.
 
 One quadratic, n = 64, p = 8, cyclic descent, 1,000 runs x 1,000 steps, float64, one thread, one process. The loop does
-every run and every step, with preallocated arrays and in-place updates. Best of five batched, best of two loops. Targets: 45x with the loss once a cycle, 25x
+every run and every step, with preallocated arrays and in-place updates.
+The best of five batched passes and of two loops counts. Targets: 45x with the loss once a cycle, 25x
 with the loss at every step; exits with 1 where one is missed.
 """
 
