@@ -375,6 +375,32 @@ def bounds(
 
 
 @app.command()
+def simulate(
+    name: Annotated[str | None, typer.Argument(help="Experiment, for example limits.")] = None,
+    all_: Annotated[bool, typer.Option("--all", help="Every experiment.")] = False,
+    size: Annotated[str, typer.Option(help="quick, standard or full.")] = "quick",
+    seed: Annotated[int, typer.Option(help="Seed of the random problems.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Folder for records and figures.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Synthetic problems through the same spine: measured, predicted, run and judged.
+
+    Examples: [bold]lcsb simulate limits[/]    [bold]lcsb simulate --all --out gallery[/]
+    """
+    from simulations.experiment import describe, last_line
+    from simulations.registry import NAMES, get
+
+    if (name is None) == (not all_):
+        raise ValueError(f"simulate: give one experiment ({', '.join(NAMES)}) or --all")
+    record = None
+    for chosen in NAMES if name is None else (name,):
+        record, _ = get(chosen).run(size, seed, out)  # type: ignore[arg-type]
+        console.print(describe(record), markup=False, highlight=False, soft_wrap=True)
+    if as_json and record is not None:
+        sys.stdout.write(last_line(record) + "\n")
+
+
+@app.command()
 def prove(gate: Gate = False, as_json: AsJson = False) -> None:
     """Check the Coq proofs here and now: a row a claim, with its axioms and where its hypotheses are met.
 
