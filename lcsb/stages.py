@@ -165,9 +165,11 @@ def run(folder: RunFolder, progress: Progress | None = None) -> None:
         "memory, each mode in a process of its own", _memory_jobs(folder, expected), config.workers, progress
     )
     _collect_memory(folder)
-    _run_part("arms", _arm_jobs(folder, config, expected), config.workers, progress)
-    held_out = _fidelity_jobs(folder, config, expected)
-    _run_part("fidelity on held-out batches", held_out, config.workers, progress)
+    # The short jobs come last and fill the time in which one worker would wait for the other's last arm.
+    arms = _arm_jobs(folder, config, expected) + _fidelity_jobs(folder, config, expected, "start")
+    _run_part("arms, and fidelity before them", arms, config.workers, progress)
+    after = _fidelity_jobs(folder, config, expected, "after")
+    _run_part("fidelity after fine-tuning", after, config.workers, progress)
     _collect_fidelity(folder, config)
 
 
@@ -352,7 +354,7 @@ def _status(folder: RunFolder, arm: str, seed: int) -> str | None:
     return end.status if end else None
 
 
-def _fidelity_jobs(folder: RunFolder, config: RunConfig, expected: _Expected) -> list[Job]:
+def _fidelity_jobs(folder: RunFolder, config: RunConfig, expected: _Expected, when: str) -> list[Job]:
     if folder.evidence("fidelity").exists():
         return []
     return [
@@ -360,7 +362,7 @@ def _fidelity_jobs(folder: RunFolder, config: RunConfig, expected: _Expected) ->
             f"fidelity {stage} {i}", _measure_fidelity, (folder.root, stage, i, seed), expected.fidelity_batch
         )
         for stage, i, seed in _fidelity_batches(folder, config)
-        if not _part(folder, f"fidelity-{stage}-{i}").exists()
+        if stage == when and not _part(folder, f"fidelity-{stage}-{i}").exists()
     ]
 
 

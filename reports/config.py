@@ -111,7 +111,7 @@ class RunConfig(_Settings):
     steps: PositiveInt = 60
     cycle_length: PositiveInt = 4
     batch_size: PositiveInt = 1
-    eval_every: PositiveInt = 20
+    eval_every: PositiveInt = 30
     eval_windows: PositiveInt = 8
     checkpoint_every: PositiveInt = 20
     recompute: bool = True  # of the timing and memory measurements: what a memory-bound device would run
