@@ -15,7 +15,19 @@ from lcsb.cli import main
 from lcsb.train import train_arm
 from reports.records import read_json, read_metrics, sha256_of, write_config, write_json
 
-COMMANDS = ("validate", "measure", "predict", "train", "run", "judge", "report", "doctor", "bounds", "prove", "simulate")
+COMMANDS = (
+    "validate",
+    "measure",
+    "predict",
+    "train",
+    "run",
+    "judge",
+    "report",
+    "doctor",
+    "bounds",
+    "prove",
+    "simulate",
+)
 
 
 def lcsb(*arguments):
