@@ -137,7 +137,7 @@ def test_figures_show_the_records(run, page):
     assert [(row["mode"], row["cycle_length"], row["measured"]) for row in shown] == expected
     curves = read_json(run.figures / "loss.json")["data"]["curves"]
     assert len(curves) == 21 and all(len(curve["training_loss"]) == 60 for curve in curves)
-    assert all([t for t, _ in curve["held_out"]] == [0, 20, 40, 60] for curve in curves)
+    assert all([t for t, _ in curve["held_out"]] == [0, 30, 60] for curve in curves)
     words = " ".join(page.texts)
     for _, _, speedup in expected:
         assert f"{speedup:.3f}" in words
