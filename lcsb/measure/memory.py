@@ -33,7 +33,11 @@ def read_status(field: str) -> int:
 
 
 class AnonymousPeak:
-    """Samples RssAnon every few milliseconds while the context is open; `.bytes` is the largest value seen."""
+    """Samples RssAnon every few milliseconds while the context is open; `.bytes` is the largest value seen.
+
+    What is held for less than the sampling period, or inside one call that keeps the interpreter's lock, can be missed:
+    VmHWM, which the kernel keeps, misses nothing and is the figure that is judged.
+    """
 
     def __init__(self, every_seconds: float = 0.005) -> None:
         self.bytes = 0

@@ -12,10 +12,12 @@ from lcsb.measure.memory import STATUS, AnonymousPeak, measure_memory, read_stat
 pytestmark = pytest.mark.skipif(not STATUS.exists(), reason="needs /proc")
 
 PROBE = """
+import time
 from lcsb.measure.memory import AnonymousPeak, read_status
 before, floor = read_status("VmHWM"), read_status("RssAnon")
 with AnonymousPeak() as peak:
     block = bytearray(256 << 20)
+    time.sleep(0.25)  # a sampler sees what is held for longer than its period
     del block
 print((read_status("VmHWM") - before) >> 20, (peak.bytes - floor) >> 20)
 """
