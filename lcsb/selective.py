@@ -9,6 +9,10 @@ Every mode leaves the forward value exact. What changes is the graph that the fo
                h' = a + MLP(a)              forward pass is kept, so that recompute does not run attention again
     below      h' = h + F(h; x)             idle and below the lowest selected layer: no graph at all
 
+In mode certified an idle layer is exact, identity or mlp, as its block's plan says. Plans, and the schedules that go by
+measurements, are refreshed every R steps: the backward pass of that step's first micro-batch is an exact one over all
+layers, whose gradient the selected layers keep and whose measurements stay.
+
 Nothing in the model is replaced: for the time of the context each decoder layer's `forward` is shadowed by an
 instance attribute, which is deleted afterwards.
 """
@@ -16,7 +20,11 @@ instance attribute, which is deleted afterwards.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,6 +32,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from bcd_theory.partition import contiguous_blocks
+from lcsb.adapters import refuse_other_adapters, trainable_by_layer
 from lcsb.branches import (
     IdentityPath,
     OnceDifferentiable,
@@ -32,9 +42,15 @@ from lcsb.branches import (
     shadowed_forward,
     without_adapter_gradients,
 )
+from lcsb.certified import Planner
 from lcsb.config import LCSBConfig
 from lcsb.layers import decoder_layers
+from lcsb.local import RecordedPass, first, inner
+from lcsb.measured import Measured, PlanRecord
 from lcsb.optim import check_optimizer, set_idle_gradients
+
+_MAY_CHANGE = ("layers", "on_nonfinite")
+"""Settings that a resumed run may change; `layers` is compared by what it found."""
 
 Role = Literal["selected", "exact", "identity", "mlp", "below"]
 
@@ -53,6 +69,8 @@ class StepRecord:
         selected: selected layers, ascending, as positions among all decoder layers.
         grad_norm: 2-norm of the gradients of the selected layers (and of outer trained parameters), before clipping.
         taken: False if the step was skipped.
+        plan: the block's plan (mode certified).
+        refreshed: the plans made at this step, before it was taken.
     """
 
     t: int
@@ -60,10 +78,16 @@ class StepRecord:
     selected: tuple[int, ...]
     grad_norm: float
     taken: bool
+    plan: PlanRecord | None = None
+    refreshed: tuple[PlanRecord, ...] = ()
 
 
 def plan_roles(
-    backward: str, selected: Sequence[int], n_layers: int, reach_bottom: bool = False
+    backward: str,
+    selected: Sequence[int],
+    n_layers: int,
+    reach_bottom: bool = False,
+    grades: Sequence[str | None] | None = None,
 ) -> list[Role]:
     """The role of each layer at a step.
 
@@ -71,6 +95,7 @@ def plan_roles(
         backward: backward mode.
         selected: selected layers.
         reach_bottom: True if something below layer 0 is trained, so that the gradient must arrive there.
+        grades: mode certified: the block's plan. Without one, and where it has no grade, idle layers are exact.
 
     Returns:
         One role a layer, index 0 nearest to the embedding.
@@ -79,8 +104,16 @@ def plan_roles(
         raise ValueError("selection: no layer is selected; expected at least one")
     chosen = set(selected)
     lowest = -1 if reach_bottom else min(chosen)
-    idle: Role = "exact" if backward == "full" else backward  # type: ignore[assignment]
-    return ["selected" if i in chosen else idle if i > lowest else "below" for i in range(n_layers)]
+    idle: Role = "exact" if backward in ("full", "certified") else backward  # type: ignore[assignment]
+    roles: list[Role] = [
+        "selected" if i in chosen else idle if i > lowest else "below" for i in range(n_layers)
+    ]
+    if grades is None:
+        return roles
+    return [
+        grade if role == "exact" and grade is not None else role  # type: ignore[misc]
+        for role, grade in zip(roles, grades, strict=True)
+    ]
 
 
 def _switch_off_recompute(model: nn.Module, stack: contextlib.ExitStack) -> bool:
@@ -127,10 +160,11 @@ class SelectiveBackward:
     """
 
     def __init__(self, model: nn.Module, config: LCSBConfig, seed: int = 0, t: int = 0) -> None:
-        _refuse_other_adapters(model)
+        refuse_other_adapters(model)
         self.model, self.config, self.t = model, config, t
         self.layers = decoder_layers(model, config.layers)
-        self.adapters, self.outer = _trainable_by_layer(model, self.layers)
+        self.adapters, self.outer = trainable_by_layer(model, self.layers)
+        self._order = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         #: layers with adapters; one without is idle for good and leaves the cycle
         self.trainable_layers = [i for i, group in enumerate(self.adapters) if group]
         if not self.trainable_layers:
@@ -138,9 +172,18 @@ class SelectiveBackward:
                 f"adapters: none of the {len(self.layers)} decoder layers has a trainable parameter; attach LoRA "
                 "adapters first (lcsb.attach_lora, peft.get_peft_model)"
             )
-        self.schedule = config.make_schedule(len(self.trainable_layers), seed)
+        self.schedule = config.make_schedule(len(self.trainable_layers), seed, self.trainable_layers)
         self.selected: tuple[int, ...] = ()
         self.roles: list[Role] | None = None
+        #: what the run has measured so far; part of `state_dict`
+        self.measured = Measured()
+        #: several processes: makes one value of each process's, by "mean" or "min" (an all-reduce)
+        self.agree: Callable[[torch.Tensor, str], torch.Tensor] | None = None
+        self._recorded: RecordedPass | None = None  # of this step's refresh, until its measurements are made
+        self._measuring = False  # a refresh is due and the backward pass that it needs has not ended
+        self._refreshed: tuple[PlanRecord, ...] = ()
+        self._last_plan: tuple[int, PlanRecord] | None = None  # the newest step taken and its plan
+        self._started = 0.0
         self.recompute = False
         self._optimizer_checked: int | None = None
         self._forwards: list[Callable[..., Any]] = []
@@ -185,14 +228,152 @@ class SelectiveBackward:
     # -- one step ------------------------------------------------------------------------------------------------
 
     def begin(self) -> tuple[int, ...]:
-        """Select the layers of step t; returns them, ascending."""
+        """Select the layers of step t; returns them, ascending.
+
+        Where a refresh of the schedule `importance` is due the answer is all layers, and the selection is made at the
+        end of the first backward pass, from what it measures: read `selected` after it.
+        """
         if not self._forwards:
             raise RuntimeError("begin: not inside `with selective_backward(...)`")
         self._take_over_recompute(self._restore)
-        positions = self.schedule.selected(self.t)
+        self._started = time.perf_counter()
+        self._recorded, self._refreshed = None, ()
+        drawn = self.schedule.name == "importance" and self._refresh_due()
+        positions = (
+            range(len(self.trainable_layers))
+            if drawn
+            else self.schedule.selected(self.t, self.measured.schedule)
+        )
         self.selected = tuple(self.trainable_layers[i] for i in positions)
-        self.roles = plan_roles(self.config.backward, self.selected, len(self.layers))
+        self._measuring = self._refresh_due()
+        if self._measuring:
+            left = next(
+                (n for n, p in self.parameters().items() if p.grad is not None and p.grad.any()), None
+            )
+            if left is not None:
+                raise RuntimeError(
+                    f"begin: {left} still has a gradient; call optimizer.zero_grad() between steps"
+                )
+            self._recorded = RecordedPass(len(self.layers))
+        self._set_roles()
         return self.selected
+
+    def _set_roles(self, reach_bottom: bool = False) -> None:
+        n = len(self.layers)
+        if self._measuring:
+            # One exact backward pass over all layers; those that are not selected give their gradient back.
+            self.roles = plan_roles("full", self.trainable_layers, n, reach_bottom)
+            return
+        plan = self.plan
+        self.roles = plan_roles(
+            self.config.backward, self.selected, n, reach_bottom, None if plan is None else plan.grades
+        )
+
+    # -- measurements --------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> PlanRecord | None:
+        """The plan in force for the selected layers (mode certified)."""
+        return self.measured.plans.get(self.selected) if self.config.backward == "certified" else None
+
+    def _blocks(self) -> list[tuple[int, ...]]:
+        """The blocks of the cycle that contains step t, as decoder layers."""
+        blocks: Sequence[Sequence[int]] = self.schedule.blocks
+        if self.schedule.name == "adaptive":
+            k = self.schedule.layers_per_step_at(self.t, self.measured.schedule)
+            blocks = contiguous_blocks(len(self.trainable_layers), k)
+        return [tuple(self.trainable_layers[i] for i in block) for block in blocks]
+
+    def _by_fidelity(self) -> bool:
+        return self.schedule.name == "adaptive" and self.config.seconds_per_step is None
+
+    def _refresh_due(self) -> bool:
+        every = self.t % self.config.refresh_every == 0
+        if self.config.backward == "certified":
+            # A block without a plan: the schedule has changed its blocks, or the last refresh was not finite.
+            return every or self.selected not in self.measured.plans
+        if self.schedule.name == "importance":
+            return every or not self.measured.schedule
+        return every and self._by_fidelity()
+
+    def _end_of_exact_pass(self) -> None:
+        """At the end of a refresh's backward pass: draw the selection, give back the gradients of idle layers."""
+        recorded = self._recorded
+        if not self._measuring or recorded is None:
+            return
+        self._measuring = False
+        truth = recorded.truth
+        for index in self.trainable_layers:
+            truth[index] = {name: p.grad for name, p in self.adapters[index].items() if p.grad is not None}
+        if self.schedule.name == "importance":
+            self._draw(truth)
+            self._recorded = None
+        chosen = set(self.selected)
+        for index in self.trainable_layers:
+            for name, parameter in self.adapters[index].items():
+                if index not in chosen:
+                    parameter.grad = None
+                elif self._recorded is not None and name in truth[index]:
+                    truth[index][name] = truth[index][name].clone()  # more micro-batches may be added to it
+        self._set_roles()
+
+    def _draw(self, truth: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        norms = torch.tensor([inner(truth[i], truth[i]) ** 0.5 for i in self.trainable_layers]).double()
+        if self.agree is not None:
+            norms = self.agree(norms, "mean")
+        if not bool(torch.isfinite(norms).all()):
+            return  # `step` refuses the gradient of all layers
+        self.measured.schedule = {self.t: norms.tolist()}
+        positions = self.schedule.selected(self.t, self.measured.schedule)
+        self.selected = tuple(self.trainable_layers[i] for i in positions)
+
+    def finish_refresh(self) -> tuple[PlanRecord, ...]:
+        """Make this step's measurements, if a refresh was due and its backward pass has ended.
+
+        `step`, `apply_idle_policy` and the next micro-batch do this themselves.
+
+        Returns:
+            The plans made at this step (mode certified).
+        """
+        recorded = self._recorded
+        if self._measuring or recorded is None:
+            return self._refreshed
+        self._recorded = None
+        if not recorded.complete(min(self.trainable_layers)):
+            return self._refreshed  # not finite: the step is not taken, or the old plans stay
+        agree = self.agree
+        lowest = None if agree is None else (lambda values: agree(values, "min"))
+        planner = Planner(recorded, self.layers, self.adapters, self.config.min_cosine, lowest)
+        if self._by_fidelity():
+            self.measured.schedule[self.t + 1] = self._fidelity(planner)
+            return self._refreshed
+        old = self.measured.plans
+        plans = [planner.plan(block, self.t, old.get(block)) for block in self._blocks()]
+        self.measured.plans = {plan.block: plan for plan in plans}
+        self._refreshed = tuple(plans)
+        if self.roles is not None:
+            self._set_roles()
+        return self._refreshed
+
+    def _fidelity(self, planner: Planner) -> list[float]:
+        """The lowest adapter cosine of each block in the configured mode."""
+        mode = self.config.backward
+        return [
+            planner.measure(block, [None if grade is None else mode for grade in planner.exact(block)])
+            for block in self._blocks()
+        ]
+
+    def log(self) -> dict[str, float | str]:
+        """What the run log shows of plan and schedule, for the step at hand or just taken."""
+        values: dict[str, float | str] = {}
+        plan = self._last_plan
+        if plan is not None:
+            values |= plan[1].log(plan[0])
+        if self.schedule.name == "adaptive":
+            values["lcsb/layers_per_step"] = len(self.selected)
+        return values
+
+    # -- the step ------------------------------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Name -> parameter of everything that some step of the cycle trains."""
@@ -205,13 +386,43 @@ class SelectiveBackward:
         return [p for i, group in enumerate(self.adapters) if i not in chosen for p in group.values()]
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
-        """Name -> parameter of the selected layers' adapters and of the outer trained parameters."""
+        """Name -> parameter of the selected layers' adapters and of the outer trained parameters, in model order."""
         outer = self.outer if self.config.outer == "train" else {}
         groups = (*(self.adapters[i] for i in self.selected), outer)
-        return {name: p for group in groups for name, p in group.items()}
+        found = {name: p for group in groups for name, p in group.items()}
+        return {name: found[name] for name in self._order if name in found}
+
+    def gradient_norm(self) -> torch.Tensor:
+        """2-norm of the gradients of the selected layers and outer parameters, as one vector.
+
+        Raises:
+            RuntimeError: none of them has a gradient.
+        """
+        gradients = [p.grad for p in self.trained_parameters().values() if p.grad is not None]
+        if not gradients:
+            raise RuntimeError(
+                f"step {self.t}: none of the selected layers {list(self.selected)} has a gradient"
+            )
+        return nn.utils.get_total_norm(gradients)
+
+    def nonfinite_error(self, batch: str | None = None) -> NonFiniteError:
+        """The error that says which step, batch and parameter has a gradient that is not finite."""
+        gradients = {name: p.grad for name, p in self.trained_parameters().items() if p.grad is not None}
+        bad = [name for name, gradient in gradients.items() if not bool(torch.isfinite(gradient).all())]
+        where = (
+            f"in {len(bad)} of {len(gradients)} parameters, first in {bad[0]}"
+            if bad
+            else "in its norm (overflow)"
+        )
+        return NonFiniteError(
+            f"step {self.t}{f', batch {batch}' if batch else ''}: the gradient is not finite {where}; "
+            "the step was not taken"
+        )
 
     def apply_idle_policy(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the optimiser's next step follow the idle policy (`step` does this itself)."""
+        self._require_measured()
+        self.finish_refresh()
         if self._optimizer_checked != id(optimizer):
             check_optimizer(optimizer, self.parameters(), self.config.idle)
             self._optimizer_checked = id(optimizer)
@@ -219,8 +430,27 @@ class SelectiveBackward:
 
     def advance(self) -> None:
         """Count a step as taken."""
+        self.finish_refresh()
+        plan = self.plan
+        self._last_plan = None if plan is None else (self.t, plan)
+        if self.schedule.name == "adaptive" and not self._by_fidelity():
+            self._note_seconds(time.perf_counter() - self._started)
         self.t += 1
         self.roles = None
+
+    def _note_seconds(self, seconds: float) -> None:
+        measured = self.measured
+        measured.cycle_seconds.append(seconds)
+        if self.schedule.block_index(self.t, measured.schedule) == len(self._blocks()) - 1:
+            # Before the first step of the next cycle: it reads what this one took.
+            measured.schedule[self.t + 1], measured.cycle_seconds = measured.cycle_seconds, []
+
+    def _require_measured(self) -> None:
+        if self._measuring:
+            raise RuntimeError(
+                f"step {self.t}: a refresh is due and no backward pass has reached all layers; call loss.backward() "
+                "on a loss of this step's forward pass first"
+            )
 
     def step(
         self, optimizer: torch.optim.Optimizer, max_norm: float | None = None, batch: str | None = None
@@ -239,34 +469,65 @@ class SelectiveBackward:
         """
         if self.roles is None:
             raise RuntimeError("step: call begin() and run a backward pass first")
-        block = self.schedule.block_index(self.t)
-        gradients = {name: p.grad for name, p in self.trained_parameters().items() if p.grad is not None}
-        if not gradients:
-            raise RuntimeError(
-                f"step {self.t}: none of the selected layers {list(self.selected)} has a gradient"
-            )
-        norm = float(nn.utils.get_total_norm(list(gradients.values())))
-        if not torch.isfinite(torch.tensor(norm)):
+        self._require_measured()
+        block = self.schedule.block_index(self.t, self.measured.schedule)
+        total = self.gradient_norm()
+        norm = float(total)
+        if not math.isfinite(norm):
+            error = self.nonfinite_error(batch)
             optimizer.zero_grad(set_to_none=True)
             if self.config.on_nonfinite == "stop":
-                bad = [
-                    name for name, gradient in gradients.items() if not bool(torch.isfinite(gradient).all())
-                ]
-                where = f"first in {bad[0]}" if bad else "in the total norm (overflow)"
-                raise NonFiniteError(
-                    f"step {self.t}{f', batch {batch}' if batch else ''}: the gradient is not finite, {where}; "
-                    "the step was not taken"
-                )
+                raise error
             return StepRecord(self.t, block, self.selected, norm, taken=False)
-        if max_norm is not None and norm > max_norm:
-            for gradient in gradients.values():
-                gradient.mul_(max_norm / norm)
+        if max_norm is not None:
+            # torch's own formula, max_norm / (norm + 1e-6), so that Trainer and a hand-written loop agree bit for bit
+            nn.utils.clip_grads_with_norm_(self.trained_parameters().values(), max_norm, total)
         self.apply_idle_policy(optimizer)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        record = StepRecord(self.t, block, self.selected, norm, taken=True)
+        record = StepRecord(self.t, block, self.selected, norm, True, self.plan, self._refreshed)
         self.advance()
         return record
+
+    # -- resume --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs, as strict JSON: steps taken, measurements, the settings that must not change.
+
+        Call it between steps. Nothing here draws random numbers: schedules are functions of (seed, t, measurements).
+        """
+        settings = dataclasses.replace(self.config, layers=None).to_dict()
+        state = {
+            "t": self.t,
+            "measured": self.measured.to_dict(),
+            "config": {key: value for key, value in settings.items() if key not in _MAY_CHANGE},
+            "schedule": dataclasses.asdict(self.schedule),
+            "n_layers": len(self.layers),
+            "trainable_layers": self.trainable_layers,
+        }
+        restored: dict[str, Any] = json.loads(json.dumps(state))
+        return restored
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Carry on where `state_dict` was taken.
+
+        Raises:
+            ValueError: the state is of another schedule, configuration or number of layers (all of them are named).
+        """
+        expected = ("t", "measured", "config", "schedule", "n_layers", "trainable_layers")
+        missing = [key for key in expected if key not in state]
+        if missing:
+            raise ValueError(f"checkpoint: the state of the backward selection has no {missing[0]!r}")
+        now = self.state_dict()
+        pairs = {key: (state[key], now[key]) for key in ("n_layers", "trainable_layers")}
+        for part in ("schedule", "config"):
+            for key in sorted({*now[part], *state[part]}):
+                pairs.setdefault(key, (state[part].get(key), now[part].get(key)))
+        differ = [f"{key} was {old!r} and is {new!r}" for key, (old, new) in pairs.items() if old != new]
+        if differ:
+            raise ValueError(f"checkpoint of another run: {'; '.join(differ)}")
+        self.measured = Measured.from_dict(state["measured"])
+        self.t, self.roles, self._recorded, self._measuring = int(state["t"]), None, None, False
 
     # -- the layers' forward -------------------------------------------------------------------------------------
 
@@ -296,8 +557,21 @@ class SelectiveBackward:
                 return original(hidden_states=hidden, **others)
 
         if index == 0:
+            self.finish_refresh()
             hidden = self._cut_input_gradient(hidden)
-        return getattr(self, f"_run_{self.roles[index]}")(index, run, hidden)
+        recorded = self._recorded
+        record = self._measuring and recorded is not None and recorded.open and len(recorded.calls) == index
+        if record and recorded is not None:
+            recorded.note(self.layers[index], run, hidden)
+        output = getattr(self, f"_run_{self.roles[index]}")(index, run, hidden)
+        if record and recorded is not None and first(output).requires_grad:
+            recorded.watch(first(output), self._last_reached if index == len(self.layers) - 1 else None)
+        return output
+
+    def _last_reached(self) -> None:
+        """Backward of a refresh has come to the top layer: have its end noticed, before anyone clips or steps."""
+        if self._measuring:
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_exact_pass)
 
     def _cut_input_gradient(self, hidden: torch.Tensor) -> torch.Tensor:
         """Undo the input-gradient hook, which would make every backward pass run to the bottom.
@@ -309,7 +583,7 @@ class SelectiveBackward:
             return hidden
         outer = {id(p) for p in self.outer.values() if p.requires_grad}
         if outer and _reaches(hidden.grad_fn, outer):
-            self.roles = plan_roles(self.config.backward, self.selected, len(self.layers), reach_bottom=True)
+            self._set_roles(reach_bottom=True)
             return hidden
         return hidden.detach()
 
@@ -345,35 +619,6 @@ class SelectiveBackward:
                 return run(hidden)
 
         return on_hidden(self._run_exact(index, without_attention, hidden), OnceDifferentiable.apply)
-
-
-def _refuse_other_adapters(model: nn.Module) -> None:
-    """LoRA, rsLoRA and DoRA have their parameters inside the layers, which is what a block is made of."""
-    for name, settings in (getattr(model, "peft_config", None) or {}).items():
-        kind = getattr(settings.peft_type, "value", settings.peft_type)
-        if kind != "LORA":
-            raise ValueError(f"adapter {name!r} is of PEFT type {kind}, expected LORA (LoRA, rsLoRA or DoRA)")
-
-
-def _trainable_by_layer(
-    model: nn.Module, layers: Sequence[nn.Module]
-) -> tuple[list[dict[str, nn.Parameter]], dict[str, nn.Parameter]]:
-    """Trainable parameters of each layer, and those outside all layers, by name."""
-    owner: dict[int, int] = {}
-    for index, layer in enumerate(layers):
-        for parameter in layer.parameters():
-            if parameter.requires_grad and owner.setdefault(id(parameter), index) != index:
-                raise ValueError(
-                    f"adapters: layers {owner[id(parameter)]} and {index} share a trainable parameter; a shared "
-                    "parameter belongs to no single block"
-                )
-    by_layer: list[dict[str, nn.Parameter]] = [{} for _ in layers]
-    outer: dict[str, nn.Parameter] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            group = by_layer[owner[id(parameter)]] if id(parameter) in owner else outer
-            group[name] = parameter
-    return by_layer, outer
 
 
 def _configurations(model: nn.Module) -> list[Any]:
