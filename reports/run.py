@@ -109,7 +109,7 @@ def load_run(folder: RunFolder | Path | str) -> Run:
         if not path.exists():
             missing.append(f"evidence/{name}.json is not there")
             return None
-        _check_registration(path, read_json(path), sha256)
+        check_registration(path, read_json(path), sha256)
         return read_record(path, kind)
 
     run = Run(
@@ -139,7 +139,7 @@ def _read_arms(
         header = metrics.header
         if header is None and not (metrics.steps or metrics.evals or metrics.laws or metrics.end):
             continue  # begun, nothing written yet
-        _check_registration(entry.metrics, {} if header is None else header.model_dump(), sha256)
+        check_registration(entry.metrics, {} if header is None else header.model_dump(), sha256)
         assert header is not None  # without a header there is no registration, and that was refused
         if (header.arm.name, header.seed) != (entry.arm, entry.seed):
             raise ValueError(
@@ -159,7 +159,8 @@ def _read_arms(
     return arms
 
 
-def _check_registration(path: Path, record: Any, expected: str) -> None:
+def check_registration(path: Path, record: Any, expected: str) -> None:
+    """Raises ValueError unless `record` holds the sha256 `expected` of predictions.json."""
     found = record.get("predictions_sha256") if isinstance(record, dict) else None
     if found != expected:
         raise ValueError(

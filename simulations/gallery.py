@@ -15,11 +15,11 @@ from simulations.experiment import Experiment, Result, Size
 from simulations.registry import EXPERIMENTS, NAMES, get
 
 
-def section(experiment: Experiment, record: dict[str, Any], result: Result) -> str:
+def section(experiment: Experiment, record: dict[str, Any], result: Any) -> str:
     """One paragraph, the figure and the verdicts of one experiment."""
     with style():
-        figure, axes = panels(False, 1, 3.4)
-        result.draw(axes[0])
+        figure, axes = panels(False, experiment.panels, 3.4)
+        result.draw(axes[0]) if isinstance(result, Result) else experiment.draw(result, axes)
         drawing = inline(render_svg(figure), experiment.name, experiment.title)
     rows = "".join(
         f"<tr><td>{html.escape(part['name'])}</td><td>{html.escape(part['verdict'])}</td>"
@@ -59,7 +59,7 @@ def build(out: Path, size: Size = "quick", seed: int = 0, names: Sequence[str] =
     for name in names:
         experiment = get(name)
         record, result = experiment.run(size, seed, out)
-        sections.append(section(experiment, record, result))
+        sections.append(section(experiment, record.model_dump(mode="json"), result))
     path = Path(out) / "gallery.html"
     write_text(path, page(sections))
     return path

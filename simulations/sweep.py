@@ -38,16 +38,17 @@ def key_of(configuration: Configuration) -> str:
 
 
 def simulate(configuration: Configuration) -> Mapping[str, Any]:
-    """The task of `lcsb sweep`: {"experiment": name, "size": size, "seed": n} to the experiment's record."""
+    """The task of `lcsb sweep`: {"experiment": name, "size": size, "seed": n} to the experiment's verdict."""
     from simulations.registry import get
 
     known = {"experiment", "size", "seed"}
     if unknown := set(configuration) - known:
         raise ValueError(f"the configuration has {sorted(unknown)}, expected {sorted(known)}")
-    record, _ = get(configuration["experiment"]).run(
+    verdict, _ = get(configuration["experiment"]).run(
         configuration.get("size", "quick"), configuration.get("seed", 0)
     )
-    return record
+    found: dict[str, Any] = verdict.model_dump(mode="json", by_alias=True)
+    return found
 
 
 def attempt(task: Task, configuration: Configuration, out: str) -> tuple[str, str | None]:
