@@ -23,14 +23,14 @@ def mlp_module(layer):
 
 
 @contextlib.contextmanager
-def detached_branches(model, backward, selected):
-    """Branch outputs of idle layers are constants: both branches (identity) or attention alone (mlp)."""
+def detached_branches(model, grades):
+    """Branch outputs are constants in the layers of `grades`: both (identity) or attention's alone (mlp)."""
     handles = []
     for index, layer in enumerate(decoder_layers(model)):
-        if index in selected:
-            continue
-        handles.append(attention_module(layer).register_forward_hook(_detach))
-        if backward == "identity":
+        grade = grades.get(index, "exact")
+        if grade in ("identity", "mlp"):
+            handles.append(attention_module(layer).register_forward_hook(_detach))
+        if grade == "identity":
             handles.append(mlp_module(layer).register_forward_hook(_detach))
     try:
         yield
@@ -40,17 +40,18 @@ def detached_branches(model, backward, selected):
 
 
 def gradients(model, batch, backward="full", selected=()):
-    """Adapter gradients of the selected layers (all if none are named), by parameter name."""
+    """Adapter gradients of the selected layers (all if none are named), by parameter name.
+
+    `backward`: the mode of every idle layer, or a dict with a grade for single layers (others are exact).
+    """
     layers = decoder_layers(model)
     chosen = set(selected) or set(range(len(layers)))
     wanted = {id(p) for index in chosen for p in layers[index].parameters() if p.requires_grad}
     names = {name: p for name, p in model.named_parameters() if id(p) in wanted}
-    context = (
-        detached_branches(model, backward, chosen)
-        if backward in ("identity", "mlp")
-        else contextlib.nullcontext()
-    )
-    with context:
+    grades = backward
+    if not isinstance(backward, dict):
+        grades = {index: backward for index in range(len(layers)) if index not in chosen}
+    with detached_branches(model, grades):
         loss = model(**batch).loss
     values = torch.autograd.grad(loss, list(names.values()))
     return dict(zip(names, values, strict=True)), loss.detach()
