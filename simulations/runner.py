@@ -147,7 +147,9 @@ def run(
             known = losses[-1] + change(g, where, eta) if change is not None and (t + 1) % len(rows) else None
             update.block(g, where)
         else:
-            g = problem.gradient(x, everything, whole)
+            # Where the gradient that a step reads depends on what else is selected, each block is read alone.
+            alone = getattr(problem, "block_gradients", None)
+            g = problem.gradient(x, everything, whole) if alone is None else alone(x)
             chosen = (
                 torch.from_numpy(sequence[t])
                 if sequence is not None

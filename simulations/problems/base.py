@@ -20,7 +20,11 @@ class Problem(Protocol):
         """f of each column, shape (runs,)."""
 
     def gradient(self, x: Tensor, rows: slice | Tensor, out: Tensor | None = None) -> Tensor:
-        """Rows of the gradient of each column, shape (len(rows), runs)."""
+        """Rows of the gradient of each column, shape (len(rows), runs), as a step reads it that selects these rows.
+
+        A problem whose answer depends on what else is selected (a surrogate gradient: T7) also has
+        `block_gradients(x) -> (n, runs)`: each block's rows as read by a step that selects this block alone.
+        """
 
 
 def block_rows(partition: Partition) -> list[slice | Tensor]:

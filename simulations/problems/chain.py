@@ -19,7 +19,7 @@ class Chain:
     """W: (N, d, d) frozen layers; B: (N, d, r), the adapter x_l of layer l adds B_l x_l; one block a layer.
 
     true, surrogate: dh_N/dx and what identity mode takes for it, (d, N r): the adapter of layer l passes through the
-    layers above it, or through none. mode `exact` or `identity` chooses the gradient that a step reads.
+    layers above it, or through none. mode `exact` or `identity` chooses the gradient that a step on one layer reads.
     """
 
     W: Array
@@ -56,7 +56,14 @@ class Chain:
         return 0.5 * ((self._true @ x - self._target) ** 2).sum(0)
 
     def gradient(self, x: Tensor, rows: slice | Tensor, out: Tensor | None = None) -> Tensor:
-        return torch.mm(self._passed[:, rows].T, self._true @ x - self._target, out=out)
+        """What a step reads that selects these rows' layers; all rows at once: the true gradient in any mode."""
+        every = isinstance(rows, slice) and rows == slice(0, len(x))
+        passed = self._true if every else self._passed
+        return torch.mm(passed[:, rows].T, self._true @ x - self._target, out=out)
+
+    def block_gradients(self, x: Tensor) -> Tensor:
+        """(n, runs): each layer's rows as a step reads them that selects this layer alone."""
+        return self._passed.T @ (self._true @ x - self._target)
 
     def true_gradient(self, x: Tensor) -> Tensor:
         return self._true.T @ (self._true @ x - self._target)
