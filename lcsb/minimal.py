@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
-
-# The 16 levels of 4-bit NormalFloat: quantiles of a Gaussian, scaled to [-1, 1] (QLoRA, arXiv 2305.14314).
+# The levels of 4-bit NormalFloat (QLoRA, arXiv 2305.14314).
 NF4 = torch.tensor(
     [-1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0,
      0.0795803, 0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0], dtype=torch.float64
@@ -165,7 +164,7 @@ def train(mode: str, idle: str, cycle: int, steps: int, learning_rate: float = 3
     blocks = [block.tolist() for block in torch.arange(len(layers)).tensor_split(cycle)]
     watched = next(layers[0].parameters())
     data = torch.Generator().manual_seed(seed)
-    losses, error, foretold = [], 0.0, watched.detach().clone()
+    losses, error, foretold = [], 0.0, watched.detach()
     for t in range(steps):
         start = torch.randint(32, (4, 1), generator=data)
         ids = (start + torch.arange(17) * 3) % 32  # counting in threes, from anywhere
@@ -183,18 +182,13 @@ def train(mode: str, idle: str, cycle: int, steps: int, learning_rate: float = 3
 
 def main() -> None:
     sys.stdout.write("mode      idle      p   first loss   mean of last 20   largest error of T6\n")
-    for arm in (
-        "exact momentum 1",
-        "exact momentum 4",
-        "exact frozen 4",
-        "mlp momentum 4",
-        "identity momentum 4",
-    ):
+    arms = "exact momentum 1, exact momentum 4, exact frozen 4, mlp momentum 4, identity momentum 4"
+    for arm in arms.split(", "):
         mode, idle, p = arm.split()
         run = train(mode, idle, int(p), steps=120)
         last = sum(run["losses"][-20:]) / 20
-        error = run["law error"]
-        sys.stdout.write(f"{mode:9} {idle:9} {p} {run['losses'][0]:12.4f} {last:17.4f} {error:21.1e}\n")
+        first, error = run["losses"][0], run["law error"]
+        sys.stdout.write(f"{mode:9} {idle:9} {p} {first:12.4f} {last:17.4f} {error:21.1e}\n")
 
 
 if __name__ == "__main__":
