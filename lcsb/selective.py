@@ -32,7 +32,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bcd_theory.partition import contiguous_blocks
 from lcsb.adapters import refuse_other_adapters, trainable_by_layer
 from lcsb.branches import (
     IdentityPath,
@@ -42,12 +41,11 @@ from lcsb.branches import (
     shadowed_forward,
     without_adapter_gradients,
 )
-from lcsb.certified import Planner
 from lcsb.config import LCSBConfig
 from lcsb.layers import decoder_layers
-from lcsb.local import RecordedPass, first, inner
 from lcsb.measured import Measured, PlanRecord
 from lcsb.optim import check_optimizer, set_idle_gradients
+from lcsb.refresh import Refresh
 
 _MAY_CHANGE = ("layers", "on_nonfinite")
 """Settings that a resumed run may change; `layers` is compared by what it found."""
@@ -175,13 +173,8 @@ class SelectiveBackward:
         self.schedule = config.make_schedule(len(self.trainable_layers), seed, self.trainable_layers)
         self.selected: tuple[int, ...] = ()
         self.roles: list[Role] | None = None
-        #: what the run has measured so far; part of `state_dict`
-        self.measured = Measured()
-        #: several processes: makes one value of each process's, by "mean" or "min" (an all-reduce)
-        self.agree: Callable[[torch.Tensor, str], torch.Tensor] | None = None
-        self._recorded: RecordedPass | None = None  # of this step's refresh, until its measurements are made
-        self._measuring = False  # a refresh is due and the backward pass that it needs has not ended
-        self._refreshed: tuple[PlanRecord, ...] = ()
+        #: measurements, and the plans and selections made from them
+        self.refresh = Refresh(config, self.schedule, self.layers, self.trainable_layers, self.adapters)
         self._last_plan: tuple[int, PlanRecord] | None = None  # the newest step taken and its plan
         self._started = 0.0
         self.recompute = False
@@ -237,95 +230,33 @@ class SelectiveBackward:
             raise RuntimeError("begin: not inside `with selective_backward(...)`")
         self._take_over_recompute(self._restore)
         self._started = time.perf_counter()
-        self._recorded, self._refreshed = None, ()
-        drawn = self.schedule.name == "importance" and self._refresh_due()
-        positions = (
-            range(len(self.trainable_layers))
-            if drawn
-            else self.schedule.selected(self.t, self.measured.schedule)
-        )
-        self.selected = tuple(self.trainable_layers[i] for i in positions)
-        self._measuring = self._refresh_due()
-        if self._measuring:
-            left = next(
-                (n for n, p in self.parameters().items() if p.grad is not None and p.grad.any()), None
-            )
-            if left is not None:
-                raise RuntimeError(
-                    f"begin: {left} still has a gradient; call optimizer.zero_grad() between steps"
-                )
-            self._recorded = RecordedPass(len(self.layers))
+        self.selected = self.refresh.begin(self.t)
         self._set_roles()
         return self.selected
 
     def _set_roles(self, reach_bottom: bool = False) -> None:
         n = len(self.layers)
-        if self._measuring:
+        if self.refresh.pending:
             # One exact backward pass over all layers; those that are not selected give their gradient back.
             self.roles = plan_roles("full", self.trainable_layers, n, reach_bottom)
             return
         plan = self.plan
-        self.roles = plan_roles(
-            self.config.backward, self.selected, n, reach_bottom, None if plan is None else plan.grades
-        )
-
-    # -- measurements --------------------------------------------------------------------------------------------
+        grades = None if plan is None else plan.grades
+        self.roles = plan_roles(self.config.backward, self.selected, n, reach_bottom, grades)
 
     @property
     def plan(self) -> PlanRecord | None:
         """The plan in force for the selected layers (mode certified)."""
-        return self.measured.plans.get(self.selected) if self.config.backward == "certified" else None
+        return self.refresh.plan(self.selected)
 
-    def _blocks(self) -> list[tuple[int, ...]]:
-        """The blocks of the cycle that contains step t, as decoder layers."""
-        blocks: Sequence[Sequence[int]] = self.schedule.blocks
-        if self.schedule.name == "adaptive":
-            k = self.schedule.layers_per_step_at(self.t, self.measured.schedule)
-            blocks = contiguous_blocks(len(self.trainable_layers), k)
-        return [tuple(self.trainable_layers[i] for i in block) for block in blocks]
-
-    def _by_fidelity(self) -> bool:
-        return self.schedule.name == "adaptive" and self.config.seconds_per_step is None
-
-    def _refresh_due(self) -> bool:
-        every = self.t % self.config.refresh_every == 0
-        if self.config.backward == "certified":
-            # A block without a plan: the schedule has changed its blocks, or the last refresh was not finite.
-            return every or self.selected not in self.measured.plans
-        if self.schedule.name == "importance":
-            return every or not self.measured.schedule
-        return every and self._by_fidelity()
+    @property
+    def measured(self) -> Measured:
+        """What the run has measured so far and goes on by; part of `state_dict`."""
+        return self.refresh.measured
 
     def _end_of_exact_pass(self) -> None:
-        """At the end of a refresh's backward pass: draw the selection, give back the gradients of idle layers."""
-        recorded = self._recorded
-        if not self._measuring or recorded is None:
-            return
-        self._measuring = False
-        truth = recorded.truth
-        for index in self.trainable_layers:
-            truth[index] = {name: p.grad for name, p in self.adapters[index].items() if p.grad is not None}
-        if self.schedule.name == "importance":
-            self._draw(truth)
-            self._recorded = None
-        chosen = set(self.selected)
-        for index in self.trainable_layers:
-            for name, parameter in self.adapters[index].items():
-                if index not in chosen:
-                    parameter.grad = None
-                elif self._recorded is not None and name in truth[index]:
-                    truth[index][name] = truth[index][name].clone()  # more micro-batches may be added to it
+        self.selected = self.refresh.end_of_pass(self.t, self.selected)
         self._set_roles()
-
-    def _draw(self, truth: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        norms = torch.tensor([inner(truth[i], truth[i]) ** 0.5 for i in self.trainable_layers]).double()
-        if self.agree is not None:
-            norms = self.agree(norms, "mean")
-        if not bool(torch.isfinite(norms).all()):
-            return  # `step` refuses the gradient of all layers
-        self.measured.schedule = {self.t: norms.tolist()}
-        positions = self.schedule.selected(self.t, self.measured.schedule)
-        self.selected = tuple(self.trainable_layers[i] for i in positions)
 
     def finish_refresh(self) -> tuple[PlanRecord, ...]:
         """Make this step's measurements, if a refresh was due and its backward pass has ended.
@@ -335,45 +266,19 @@ class SelectiveBackward:
         Returns:
             The plans made at this step (mode certified).
         """
-        recorded = self._recorded
-        if self._measuring or recorded is None:
-            return self._refreshed
-        self._recorded = None
-        if not recorded.complete(min(self.trainable_layers)):
-            return self._refreshed  # not finite: the step is not taken, or the old plans stay
-        agree = self.agree
-        lowest = None if agree is None else (lambda values: agree(values, "min"))
-        planner = Planner(recorded, self.layers, self.adapters, self.config.min_cosine, lowest)
-        if self._by_fidelity():
-            self.measured.schedule[self.t + 1] = self._fidelity(planner)
-            return self._refreshed
-        old = self.measured.plans
-        plans = [planner.plan(block, self.t, old.get(block)) for block in self._blocks()]
-        self.measured.plans = {plan.block: plan for plan in plans}
-        self._refreshed = tuple(plans)
-        if self.roles is not None:
+        if self.refresh.finish(self.t) and self.roles is not None:
             self._set_roles()
-        return self._refreshed
-
-    def _fidelity(self, planner: Planner) -> list[float]:
-        """The lowest adapter cosine of each block in the configured mode."""
-        mode = self.config.backward
-        return [
-            planner.measure(block, [None if grade is None else mode for grade in planner.exact(block)])
-            for block in self._blocks()
-        ]
+        return self.refresh.plans
 
     def log(self) -> dict[str, float | str]:
-        """What the run log shows of plan and schedule, for the step at hand or just taken."""
+        """What the run log shows of plan and schedule, for the step just taken."""
         values: dict[str, float | str] = {}
-        plan = self._last_plan
-        if plan is not None:
-            values |= plan[1].log(plan[0])
+        if self._last_plan is not None:
+            t, plan = self._last_plan
+            values |= plan.log(t)
         if self.schedule.name == "adaptive":
             values["lcsb/layers_per_step"] = len(self.selected)
         return values
-
-    # -- the step ------------------------------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Name -> parameter of everything that some step of the cycle trains."""
@@ -433,20 +338,12 @@ class SelectiveBackward:
         self.finish_refresh()
         plan = self.plan
         self._last_plan = None if plan is None else (self.t, plan)
-        if self.schedule.name == "adaptive" and not self._by_fidelity():
-            self._note_seconds(time.perf_counter() - self._started)
+        self.refresh.note_seconds(self.t, time.perf_counter() - self._started)
         self.t += 1
         self.roles = None
 
-    def _note_seconds(self, seconds: float) -> None:
-        measured = self.measured
-        measured.cycle_seconds.append(seconds)
-        if self.schedule.block_index(self.t, measured.schedule) == len(self._blocks()) - 1:
-            # Before the first step of the next cycle: it reads what this one took.
-            measured.schedule[self.t + 1], measured.cycle_seconds = measured.cycle_seconds, []
-
     def _require_measured(self) -> None:
-        if self._measuring:
+        if self.refresh.pending:
             raise RuntimeError(
                 f"step {self.t}: a refresh is due and no backward pass has reached all layers; call loss.backward() "
                 "on a loss of this step's forward pass first"
@@ -470,7 +367,7 @@ class SelectiveBackward:
         if self.roles is None:
             raise RuntimeError("step: call begin() and run a backward pass first")
         self._require_measured()
-        block = self.schedule.block_index(self.t, self.measured.schedule)
+        block = self.refresh.block_index(self.t)
         total = self.gradient_norm()
         norm = float(total)
         if not math.isfinite(norm):
@@ -485,7 +382,7 @@ class SelectiveBackward:
         self.apply_idle_policy(optimizer)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        record = StepRecord(self.t, block, self.selected, norm, True, self.plan, self._refreshed)
+        record = StepRecord(self.t, block, self.selected, norm, True, self.plan, self.refresh.plans)
         self.advance()
         return record
 
@@ -526,8 +423,9 @@ class SelectiveBackward:
         differ = [f"{key} was {old!r} and is {new!r}" for key, (old, new) in pairs.items() if old != new]
         if differ:
             raise ValueError(f"checkpoint of another run: {'; '.join(differ)}")
-        self.measured = Measured.from_dict(state["measured"])
-        self.t, self.roles, self._recorded, self._measuring = int(state["t"]), None, None, False
+        self.refresh.measured = Measured.from_dict(state["measured"])
+        self.refresh.abandon()
+        self.t, self.roles = int(state["t"]), None
 
     # -- the layers' forward -------------------------------------------------------------------------------------
 
@@ -559,19 +457,13 @@ class SelectiveBackward:
         if index == 0:
             self.finish_refresh()
             hidden = self._cut_input_gradient(hidden)
-        recorded = self._recorded
-        record = self._measuring and recorded is not None and recorded.open and len(recorded.calls) == index
-        if record and recorded is not None:
+        recorded = self.refresh.recording(index)
+        if recorded is not None:
             recorded.note(self.layers[index], run, hidden)
         output = getattr(self, f"_run_{self.roles[index]}")(index, run, hidden)
-        if record and recorded is not None and first(output).requires_grad:
-            recorded.watch(first(output), self._last_reached if index == len(self.layers) - 1 else None)
+        if recorded is not None:
+            self.refresh.watch(recorded, output, self._end_of_exact_pass)
         return output
-
-    def _last_reached(self) -> None:
-        """Backward of a refresh has come to the top layer: have its end noticed, before anyone clips or steps."""
-        if self._measuring:
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_exact_pass)
 
     def _cut_input_gradient(self, hidden: torch.Tensor) -> torch.Tensor:
         """Undo the input-gradient hook, which would make every backward pass run to the bottom.

@@ -343,7 +343,7 @@ def test_several_processes_take_the_lowest_cosine():
                 kinds.append(how)
                 return torch.minimum(values, torch.full_like(values, other))
 
-            lcsb.agree = agree
+            lcsb.refresh.agree = agree
             lcsb.begin()
             model(**tiny.batch(model)).loss.backward()
             plans.append(lcsb.finish_refresh()[0])
