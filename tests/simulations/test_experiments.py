@@ -40,8 +40,10 @@ def test_the_planted_scale_is_one_standard_deviation(differences):
 def test_a_known_limit_is_measured():
     problem = Quadratic(np.array([[1, 0.9], [0.9, 1]]), ring(2).partition)
     rng = np.random.default_rng(0)
-    assert measured_limit(problem, Arm("cyclic"), 150, rng) == pytest.approx(2.0, rel=0.01)
-    assert measured_limit(problem, Arm("full", order="full"), 150, rng) == pytest.approx(2 / 1.9, rel=0.01)
+    assert measured_limit(problem, Arm("cyclic"), (200, 400), rng) == pytest.approx(2.0, rel=0.001)
+    assert measured_limit(problem, Arm("full", order="full"), (200, 400), rng) == pytest.approx(
+        2 / 1.9, rel=0.001
+    )
 
 
 def test_the_chain_has_the_gradient_that_autograd_finds():
