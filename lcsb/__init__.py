@@ -9,17 +9,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lcsb.callback import LCSBCallback as LCSBCallback
     from lcsb.config import LCSBConfig as LCSBConfig
     from lcsb.models import attach_lora as attach_lora
     from lcsb.models import load_quantized as load_quantized
     from lcsb.selective import SelectiveBackward as SelectiveBackward
     from lcsb.selective import StepRecord as StepRecord
     from lcsb.selective import selective_backward as selective_backward
-    from lcsb.trainer import LCSBCallback as LCSBCallback
+    from lcsb.trainer import LCSBTrainer as LCSBTrainer
 
 _HOME = {
     "LCSBConfig": "lcsb.config",
-    "LCSBCallback": "lcsb.trainer",
+    "LCSBCallback": "lcsb.callback",
+    "LCSBTrainer": "lcsb.trainer",
     "SelectiveBackward": "lcsb.selective",
     "StepRecord": "lcsb.selective",
     "attach_lora": "lcsb.models",

@@ -55,6 +55,14 @@ def check_optimizer(
         )
 
 
+def keeps_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimiser has per-parameter state after a step (SGD without momentum has none)."""
+    optimizer = _unwrapped(optimizer)
+    return not isinstance(optimizer, torch.optim.SGD) or any(
+        group["momentum"] for group in optimizer.param_groups
+    )
+
+
 def set_idle_gradients(parameters: Iterable[torch.nn.Parameter], idle: str) -> None:
     """Give idle parameters the gradient that makes the optimiser follow the idle policy.
 
