@@ -22,9 +22,6 @@ from lcsb.local import RecordedPass, adapter_cosine, hidden_cosine
 from lcsb.measured import PlanRecord
 
 Grades = tuple[str | None, ...]
-#: turns the cosines that one process measured into those that all processes go by
-Agree = Callable[[torch.Tensor], torch.Tensor]
-Adapters = Sequence[Mapping[str, nn.Parameter]]
 
 
 def layer_costs(layers: Sequence[nn.Module]) -> StepCosts:
@@ -52,123 +49,116 @@ def layer_costs(layers: Sequence[nn.Module]) -> StepCosts:
     )
 
 
-class Trial:
-    """Backward passes of one block in a plan that can be raised, on a recorded pass."""
-
-    def __init__(
-        self,
-        recorded: RecordedPass,
-        adapters: Adapters,
-        block: Sequence[int],
-        grades: Sequence[str | None],
-        agree: Agree | None = None,
-    ) -> None:
-        self.recorded, self.adapters, self.block = recorded, adapters, frozenset(block)
-        self.grades = list(grades)
-        self._agree = agree
-        self._above = {len(recorded.above) - 1: recorded.true_above(len(recorded.above) - 1)}
-        self._cosines: dict[int, float | None] = {}
-        self.cosines: dict[int, float] = {}
-        self.passes = 0
-
-    def run(self, start: int | None = None) -> float:
-        """Backward from layer `start` (None: the top) down to the block's lowest; returns the lowest cosine.
-
-        A layer whose true gradient is zero has no direction to keep and does not count; with none left the cosine
-        is 1.
-        """
-        start = len(self.recorded.above) - 1 if start is None else start
-        lowest = min(self.block)
-        for index in range(start, lowest - 1, -1):
-            call, above = self.recorded.calls[index], self._above[index]
-            if index in self.block:
-                group = self.adapters[index]
-                below, own = call.backward(above, "exact", list(group.values()))
-                surrogate = dict(zip(group, own, strict=True))
-                self._cosines[index] = adapter_cosine(surrogate, self.recorded.truth[index])
-            elif index > lowest:
-                below, _ = call.backward(above, self.grades[index] or "exact")
-            self._above[index - 1] = below
-        self.passes += 1
-        layers = sorted(self.block)
-        found = [self._cosines[index] for index in layers]
-        values = torch.tensor([1.0 if value is None else value for value in found], dtype=torch.float64)
-        agreed = values if self._agree is None else self._agree(values)
-        self.cosines = dict(zip(layers, agreed.tolist(), strict=True))
-        return min(self.cosines.values())
-
-    def raise_nearest(self, min_cosine: float) -> int | None:
-        """Raise the idle layer nearest above the uppermost failing selected layer; returns it (None: all exact)."""
-        failing = max(index for index, value in self.cosines.items() if not value >= min_cosine)
-        for index in range(failing + 1, len(self.grades)):
-            grade = self.grades[index]
-            if index not in self.block and grade in ("identity", "mlp"):
-                self.grades[index] = GRADES[GRADES.index(grade) + 1]
-                return index
-        return None
-
-
 class Planner:
-    """Makes the plans of all blocks on one recorded pass.
+    """Backward passes in any plan on one recorded pass, and the plans that they accept.
+
+    The hidden gradients of the newest pass are kept, so that the next one begins where its plan first differs: a raise
+    just above the block costs the layers from there down, and the blocks of a cycle share what they have in common.
 
     Args:
         recorded: the pass, with the true gradients.
         layers: the decoder layers.
         adapters: one dict a layer.
         min_cosine: target in (0, 1).
-        agree: see `Agree`; None for one process.
+        agree: turns the cosines that one process measured into those that all processes go by; None for one process.
+
+    Attributes:
+        work: layers run again so far, forward and backward.
     """
 
     def __init__(
         self,
         recorded: RecordedPass,
         layers: Sequence[nn.Module],
-        adapters: Adapters,
+        adapters: Sequence[Mapping[str, nn.Parameter]],
         min_cosine: float,
-        agree: Agree | None = None,
+        agree: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self.recorded, self.adapters, self.min_cosine, self._agree = recorded, adapters, min_cosine, agree
         self.costs = layer_costs(layers)
+        self.n = len(layers)
+        self.work = 0
         self._chain: dict[str, list[float]] | None = None
+        # What the newest pass went by, from the top down, and its gradients at the layers' outputs.
+        self._path: list[str] = []
+        self._above = [recorded.true_above(self.n - 1)]
 
-    def measure(self, block: Sequence[int], grades: Sequence[str | None]) -> float:
-        """Lowest adapter cosine of the block's layers under a plan."""
-        return self._trial(block, grades).run()
+    def _agreed(self, values: Sequence[float]) -> list[float]:
+        tensor = torch.tensor(values, dtype=torch.float64)
+        agreed: list[float] = (tensor if self._agree is None else self._agree(tensor)).tolist()
+        return agreed
 
-    def _trial(self, block: Sequence[int], grades: Sequence[str | None]) -> Trial:
-        return Trial(self.recorded, self.adapters, block, grades, self._agree)
+    def _gradient_above(self, index: int, grades: Sequence[str | None]) -> torch.Tensor:
+        """The surrogate gradient at a layer's output; selected layers pass it on as exact ones do."""
+        path = [grades[i] or "exact" for i in range(self.n - 1, index, -1)]
+        same = next((i for i, (a, b) in enumerate(zip(path, self._path, strict=False)) if a != b), None)
+        same = min(len(path), len(self._path)) if same is None else same
+        if path[: same + 1] == ["exact"] * (same + 1):
+            # The truth itself, as far as everything is exact.
+            same = next((i for i, grade in enumerate(path) if grade != "exact"), len(path))
+            self._above = [self.recorded.true_above(i) for i in range(self.n - 1, self.n - 2 - same, -1)]
+        del self._above[same + 1 :]
+        for position in range(same, len(path)):
+            self.work += path[position] != "identity"
+            below, _ = self.recorded.calls[self.n - 1 - position].backward(self._above[-1], path[position])
+            self._above.append(below)
+        self._path = path
+        return self._above[-1]
+
+    def measure(self, block: Sequence[int], grades: Sequence[str | None]) -> dict[int, float]:
+        """Adapter cosine of each of a block's layers, by a backward pass in a plan.
+
+        A layer whose true gradient is zero has no direction to keep: 1.
+        """
+        found = {}
+        for index in sorted(block, reverse=True):
+            above, group = self._gradient_above(index, grades), self.adapters[index]
+            below, own = self.recorded.calls[index].backward(above, "exact", list(group.values()))
+            self.work += 1
+            self._path.append("exact")
+            self._above.append(below)
+            cosine = adapter_cosine(dict(zip(group, own, strict=True)), self.recorded.truth[index])
+            found[index] = 1.0 if cosine is None else cosine
+        return dict(zip(found, self._agreed(list(found.values())), strict=True))
+
+    def raised(self, grades: Grades, cosines: Mapping[int, float]) -> Grades | None:
+        """The plan with the idle layer nearest above the uppermost failing layer raised (None: all exact there)."""
+        failing = max(index for index, value in cosines.items() if not value >= self.min_cosine)
+        for index in range(failing + 1, self.n):
+            grade = grades[index]
+            if grade in ("identity", "mlp"):
+                return (*grades[:index], GRADES[GRADES.index(grade) + 1], *grades[index + 1 :])
+        return None
 
     def chain_cosines(self, lowest: int) -> dict[str, list[float]]:
         """Each layer's own cosine of the hidden gradient, by grade, for layers above `lowest` (elsewhere 1)."""
-        n = len(self.recorded.above)
         if self._chain is None:
-            self._chain = {"identity": [1.0] * n, "mlp": [0.0] * n}
+            self._chain = {"identity": [1.0] * self.n, "mlp": [0.0] * self.n}
         identity, mlp = self._chain["identity"], self._chain["mlp"]
-        for index in range(lowest + 1, n):
+        for index in range(lowest + 1, self.n):
             if mlp[index]:
                 continue
             above, below = self.recorded.true_above(index), self.recorded.true_above(index - 1)
             through_mlp, _ = self.recorded.calls[index].backward(above, "mlp")
-            pair = torch.tensor([hidden_cosine(above, below), hidden_cosine(through_mlp, below)]).double()
-            agreed = pair if self._agree is None else self._agree(pair)
-            identity[index], mlp[index] = agreed.tolist()
+            self.work += 1
+            identity[index], mlp[index] = self._agreed(
+                [hidden_cosine(above, below), hidden_cosine(through_mlp, below)]
+            )
         return self._chain
 
-    def guess(self, block: Sequence[int], min_cosine: float) -> Grades:
+    def guess(self, block: Sequence[int]) -> Grades:
         """The cheapest plan that the layers' own cosines, multiplied, let expect `min_cosine`."""
         chain = self.chain_cosines(min(block))
-        return certified_plan(self.costs, sorted(block), dict(chain), min_cosine).grades
+        return certified_plan(self.costs, sorted(block), dict(chain), self.min_cosine).grades
 
     def cost(self, block: Sequence[int], grades: Sequence[str | None]) -> float:
         """Backward cost of the idle layers, in layers."""
-        filled = [grade or "exact" for grade in grades]
-        return plan_seconds(self.costs, sorted(block), filled)
+        return plan_seconds(self.costs, sorted(block), [grade or "exact" for grade in grades])
 
-    def exact(self, block: Sequence[int]) -> Grades:
-        """The plan of grade exact throughout."""
+    def uniform(self, block: Sequence[int], grade: str) -> Grades:
+        """The plan of one grade throughout."""
         chosen, lowest = set(block), min(block)
-        n = len(self.recorded.above)
-        return tuple("exact" if i > lowest and i not in chosen else None for i in range(n))
+        return tuple(grade if i > lowest and i not in chosen else None for i in range(self.n))
 
     def plan(self, block: Sequence[int], t: int, old: PlanRecord | None = None) -> PlanRecord:
         """The cheapest accepted plan of a block.
@@ -178,39 +168,40 @@ class Planner:
             t: the step, for the record.
             old: the plan in force; it is measured first, for the log, and stays if no cheaper one is accepted.
         """
-        block = tuple(sorted(block))
-        trials = [] if old is None else [self._trial(block, old.grades)]
-        before = trials[0].run() if trials else None
-        guess = self.guess(block, self.min_cosine)
-        if old is None or guess != old.grades:
-            trials.append(self._trial(block, guess))
-            trials[-1].run()
-        trial = trials[-1]
-        cosine = min(trial.cosines.values())
-        keep = old is not None and before is not None and before >= self.min_cosine
+        block, before_work = tuple(sorted(block)), self.work
+        exact = self.uniform(block, "exact")
+        exact_cost = self.cost(block, exact)
+        if not any(exact):  # nothing above the block is idle
+            return PlanRecord(block, exact, t, 1.0, 0.0, 0.0, 0, 0)
+        measured: dict[Grades, dict[int, float]] = {}
+        before = None
+        if old is not None:
+            measured[old.grades] = self.measure(block, old.grades)
+            before = min(measured[old.grades].values())
+        holds = before is not None and before >= self.min_cosine
+        grades = self.guess(block)
         while True:
-            cost = self.cost(block, trial.grades)
-            if keep and old is not None and before is not None and cost >= old.cost:
-                grades, cosine, cost = old.grades, before, old.cost
+            if old is not None and holds and self.cost(block, grades) >= old.cost:
+                grades = old.grades
                 break
-            if cosine >= self.min_cosine:
-                grades = tuple(trial.grades)
+            if grades not in measured:
+                measured[grades] = self.measure(block, grades)
+            if min(measured[grades].values()) >= self.min_cosine:
                 break
-            raised = trial.raise_nearest(self.min_cosine)
+            raised = self.raised(grades, measured[grades])
             if raised is None:
-                # every layer above is exact: what is left of the difference is rounding
-                grades = tuple(trial.grades)
-                break
-            cosine = trial.run(raised)
+                break  # every layer above is exact: what is left of the difference is rounding
+            grades = raised
         return PlanRecord(
             block,
             grades,
             t,
-            cosine,
-            cost,
-            self.cost(block, self.exact(block)),
-            sum(trial.passes for trial in trials),
-            None if old is None else t - old.measured_at,
-            before,
-            None if old is None else old.cost,
+            cosine=min(measured[grades].values()),
+            cost=self.cost(block, grades),
+            exact_cost=exact_cost,
+            trials=len(measured),
+            work=self.work - before_work,
+            replaced_age=None if old is None else t - old.measured_at,
+            replaced_cosine=before,
+            replaced_cost=None if old is None else old.cost,
         )

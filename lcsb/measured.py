@@ -21,7 +21,8 @@ class PlanRecord:
             plan on that micro-batch.
         cost: backward cost of its idle layers, in layers: exact counts 1, identity 0, mlp the MLP branch's share.
         exact_cost: the same if every idle layer were exact.
-        trials: backward passes in some plan that it took to find this one.
+        trials: backward passes in some plan that it took to find this one (0 where no layer above the block is idle).
+        work: layers run again for it, forward and backward; the exact pass of the refresh is not counted.
         replaced_age: age in steps of the plan before it, None for the first.
         replaced_cosine: what `cosine` was for the plan before it on this micro-batch, just before replanning.
         replaced_cost: `cost` of the plan before it.
@@ -34,6 +35,7 @@ class PlanRecord:
     cost: float
     exact_cost: float
     trials: int
+    work: int
     replaced_age: int | None = None
     replaced_cosine: float | None = None
     replaced_cost: float | None = None

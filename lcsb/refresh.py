@@ -172,10 +172,8 @@ class Refresh:
         planner = Planner(recorded, self.layers, self.adapters, self.config.min_cosine, lowest)
         if self._by_fidelity():
             mode = self.config.backward
-            self.measured.schedule[t + 1] = [
-                planner.measure(block, [None if grade is None else mode for grade in planner.exact(block)])
-                for block in self.blocks(t)
-            ]
+            cosines = [planner.measure(block, planner.uniform(block, mode)) for block in self.blocks(t)]
+            self.measured.schedule[t + 1] = [value for block in cosines for _, value in sorted(block.items())]
             return True
         old = self.measured.plans
         plans = [planner.plan(block, t, old.get(block)) for block in self.blocks(t)]
