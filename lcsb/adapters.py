@@ -6,6 +6,12 @@ from collections.abc import Sequence
 
 from torch import nn
 
+# Settings of PEFT's LoRA that make another method of it: other parameters, losses or forward passes.
+_VARIANTS = (
+    "alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "monteclora_config",
+    "target_parameters", "trainable_token_indices", "use_bdlora", "use_qalora", "velora_config",
+)  # fmt: skip
+
 
 def refuse_other_adapters(model: nn.Module) -> None:
     """LoRA, rsLoRA and DoRA have their parameters inside the layers, which is what a block is made of."""
@@ -13,6 +19,9 @@ def refuse_other_adapters(model: nn.Module) -> None:
         kind = getattr(settings.peft_type, "value", settings.peft_type)
         if kind != "LORA":
             raise ValueError(f"adapter {name!r} is of PEFT type {kind}, expected LORA (LoRA, rsLoRA or DoRA)")
+        for field in _VARIANTS:
+            if getattr(settings, field, None):
+                raise ValueError(f"adapter {name!r} is a LoRA with {field}, expected LoRA, rsLoRA or DoRA")
 
 
 def trainable_by_layer(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,37 @@ def on_hidden(output: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> 
     if isinstance(output, tuple):
         return (function(output[0]), *output[1:])
     return function(output)
+
+
+def require_path(layer: nn.Module, hidden: torch.Tensor, output: Any) -> None:
+    """Check that a layer whose attention is detached still passes a gradient on.
+
+    Raises:
+        ValueError: it does not: its attention module adds the residual itself (BLOOM, RoBERTa), so that mode mlp,
+            h' = a + MLP(a) with a = h + constant, would cut the skip connection too.
+    """
+    value = output[0] if isinstance(output, tuple) else output
+    if hidden.requires_grad and not value.requires_grad:
+        raise ValueError(
+            f"mode mlp: {type(layer).__name__} adds the residual inside {type(attention_module(layer)).__name__}, so "
+            "that detaching it leaves no gradient; expected h + attention(h); use mode exact or identity"
+        )
+
+
+def refuse_cache(arguments: Iterable[Any]) -> None:
+    """Refuse a key/value cache among a layer's arguments where the layer will be run again (recompute).
+
+    The second run would append to it once more.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for value in arguments:
+        if hasattr(value, "get_seq_length"):
+            raise ValueError(
+                f"a training forward pass was given a key/value cache ({type(value).__name__}) with recompute on; "
+                "expected none: leave use_cache out, it is off in training"
+            )
 
 
 @contextlib.contextmanager

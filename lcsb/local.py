@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lcsb.branches import detached_attention
+from lcsb.branches import detached_attention, require_path
 
 Gradient = Mapping[str, torch.Tensor]
 
@@ -103,6 +103,7 @@ class LayerCall:
         attention = detached_attention(self.layer) if grade == "mlp" else contextlib.nullcontext
         with torch.enable_grad(), self.surroundings.restored(hidden.device), attention():
             output = first(self.run(hidden))
+        require_path(self.layer, hidden, output)
         below, *own = torch.autograd.grad(output, [hidden, *parameters], above)
         return below, own
 

@@ -79,6 +79,28 @@ def check_shapes(model: nn.Module) -> None:
             raise ValueError(f"{name}.weight has shape {shape}, expected {expected}")
 
 
+def refuse_half(model: nn.Module) -> None:
+    """Refuse a model that computes in float16 on the CPU.
+
+    float16 needs loss scaling to survive the backward pass (its range ends at 65504, its smallest normal number is
+    6e-5), and there is none on the CPU. On CUDA, Trainer's own gradient scaler takes care of it.
+
+    Raises:
+        ValueError: a weight, or the compute type of a 4-bit layer, is float16 and lies on the CPU.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.device.type != "cpu":
+            continue
+        owner = model.get_submodule(name.rpartition(".")[0])
+        # A 4-bit layer is told its type, or takes that of its input at the first call.
+        computes = getattr(owner, "compute_dtype", None) if hasattr(parameter, "quant_state") else None
+        if torch.float16 in (parameter.dtype, computes):
+            raise ValueError(
+                f"{name} computes in float16 on the CPU, where nothing scales the loss; expected float32 or bfloat16 "
+                "(load_quantized(..., compute_dtype=...), from_pretrained(..., dtype=torch.float32))"
+            )
+
+
 def set_compute_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     """Set the type in which a model computes: 4-bit products, and the weights that are not quantised.
 

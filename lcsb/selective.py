@@ -38,6 +38,8 @@ from lcsb.branches import (
     OnceDifferentiable,
     detached_attention,
     on_hidden,
+    refuse_cache,
+    require_path,
     shadowed_forward,
     without_adapter_gradients,
 )
@@ -45,6 +47,7 @@ from lcsb.config import LCSBConfig
 from lcsb.layers import decoder_layers
 from lcsb.measured import Measured, PlanRecord
 from lcsb.optim import check_optimizer, set_idle_gradients
+from lcsb.quantized import refuse_half
 from lcsb.refresh import Refresh
 
 _MAY_CHANGE = ("layers", "on_nonfinite")
@@ -159,6 +162,7 @@ class SelectiveBackward:
 
     def __init__(self, model: nn.Module, config: LCSBConfig, seed: int = 0, t: int = 0) -> None:
         refuse_other_adapters(model)
+        refuse_half(model)
         self.model, self.config, self.t = model, config, t
         self.layers = decoder_layers(model, config.layers)
         self.adapters, self.outer = trainable_by_layer(model, self.layers)
@@ -442,6 +446,8 @@ class SelectiveBackward:
             return original(*args, **kwargs)
         if self.roles is None:
             raise RuntimeError("forward pass with gradients inside selective_backward: call begin() first")
+        if self.recompute:
+            refuse_cache((*args, *kwargs.values()))
         if args:
             hidden, rest = args[0], args[1:]
 
@@ -510,7 +516,9 @@ class SelectiveBackward:
             with attention():
                 return run(hidden)
 
-        return on_hidden(self._run_exact(index, without_attention, hidden), OnceDifferentiable.apply)
+        output = self._run_exact(index, without_attention, hidden)
+        require_path(self.layers[index], hidden, output)
+        return on_hidden(output, OnceDifferentiable.apply)
 
 
 def _configurations(model: nn.Module) -> list[Any]:

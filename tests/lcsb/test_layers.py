@@ -9,7 +9,7 @@ from torch import nn
 
 from lcsb.layers import attention_module, decoder_layers, named_decoder_layers, token_embedding
 
-COUNTS = {"llama": 4, "qwen2": 4, "gemma3": 6, "gpt2": 4, "gpt_neox": 4}
+COUNTS = {kind: 6 if kind == "gemma3" else 4 for kind in tiny.BUILDERS}
 STACKS = {"gpt2": "transformer.h", "gpt_neox": "gpt_neox.layers"}
 ATTENTIONS = {"gpt2": "attn", "gpt_neox": "attention"}
 

@@ -288,7 +288,7 @@ def test_lora_covers_the_projections_of_the_decoder_layers_only(kind):
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     wrapped = attach_lora(model, r=4)
     adapted = [name for name, module in wrapped.named_modules() if hasattr(module, "lora_A")]
-    per_layer = {"gpt2": 4, "gpt_neox": 4}.get(kind, 7)
+    per_layer = {"gpt2": 4, "gpt_neox": 4, "phi3": 4}.get(kind, 7)
     layers = 6 if kind == "gemma3" else 4
     assert len(adapted) == per_layer * layers
     assert not any("vision" in name or "head" in name or "embed" in name for name in adapted)

@@ -7,6 +7,8 @@ weights under a forked generator, so the global random state is left alone:
     tiny.qwen2()      TINY-Q: 4 layers, biases on q, k, v, tied embeddings, vocabulary 97
     tiny.gemma3()     TINY-G: 6 layers, sliding window 8 on the local layers, tied embeddings, vocabulary 300
     tiny.gpt2(), tiny.gpt_neox()      other shapes of decoder layer (Conv1D, parallel residual)
+    tiny.qwen3(), gemma2(), phi3(), mistral(), olmo(), olmo2()      BUILDERS has all of them, by name; gemma2, phi3 and
+                      mistral have sliding windows of 8 (gemma2 on every other layer)
     tiny.multimodal() a LLaVA of TINY-L with a CLIP vision stack of its own layers
     tiny.with_lora(model)     PEFT LoRA on every projection; random_b=True draws lora_B too (at its usual zero start
                               lora_A has no gradient, so half of every comparison would be vacuous)
@@ -18,6 +20,8 @@ from __future__ import annotations
 import torch
 from transformers import (
     CLIPVisionConfig,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
@@ -28,8 +32,18 @@ from transformers import (
     LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    MistralConfig,
+    MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    OlmoConfig,
+    OlmoForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 # Ids that transformers' defaults would put outside these small vocabularies.
@@ -114,6 +128,46 @@ def gpt_neox(seed=0, dtype=torch.float32, **changes):
     return _build(GPTNeoXForCausalLM, config, seed, dtype)
 
 
+# Arguments that most families share.
+_SMALL = {
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, **_IDS,
+}  # fmt: skip
+
+
+def qwen3(seed=0, dtype=torch.float32, **changes):
+    """Norms on q and k, heads wider than hidden / heads."""
+    return _build(Qwen3ForCausalLM, Qwen3Config(**{**_SMALL, "head_dim": 24, **changes}), seed, dtype)
+
+
+def gemma2(seed=0, dtype=torch.float32, **changes):
+    """Sandwich norms, capped scores and logits, window 8 on layers 0 and 2, tied embeddings."""
+    own = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8, "tie_word_embeddings": True}
+    return _build(Gemma2ForCausalLM, Gemma2Config(**{**_SMALL, **own, **changes}), seed, dtype)
+
+
+def phi3(seed=0, dtype=torch.float32, **changes):
+    """Fused qkv and gate-up projections, window 8 on all layers."""
+    return _build(Phi3ForCausalLM, Phi3Config(**{**_SMALL, "sliding_window": 8, **changes}), seed, dtype)
+
+
+def mistral(seed=0, dtype=torch.float32, **changes):
+    """Window 8 on all layers."""
+    return _build(
+        MistralForCausalLM, MistralConfig(**{**_SMALL, "sliding_window": 8, **changes}), seed, dtype
+    )
+
+
+def olmo(seed=0, dtype=torch.float32, **changes):
+    """Pre-norm, with norms that have no weights, and clipped q, k, v."""
+    return _build(OlmoForCausalLM, OlmoConfig(**{**_SMALL, "clip_qkv": 8.0, **changes}), seed, dtype)
+
+
+def olmo2(seed=0, dtype=torch.float32, **changes):
+    """Norms after the branches, inside the residual; norms on q and k."""
+    return _build(Olmo2ForCausalLM, Olmo2Config(**{**_SMALL, **changes}), seed, dtype)
+
+
 def multimodal(seed=0, dtype=torch.float32):
     """LLaVA: TINY-L under `language_model`, and a CLIP stack of 3 layers that must stay untouched."""
     vision = CLIPVisionConfig(
@@ -128,7 +182,10 @@ def multimodal(seed=0, dtype=torch.float32):
     return _build(LlavaForConditionalGeneration, config, seed, dtype)
 
 
-BUILDERS = {"llama": llama, "qwen2": qwen2, "gemma3": gemma3, "gpt2": gpt2, "gpt_neox": gpt_neox}
+BUILDERS = {
+    "llama": llama, "qwen2": qwen2, "gemma3": gemma3, "gpt2": gpt2, "gpt_neox": gpt_neox, "qwen3": qwen3,
+    "gemma2": gemma2, "phi3": phi3, "mistral": mistral, "olmo": olmo, "olmo2": olmo2,
+}  # fmt: skip
 
 
 def with_lora(model, r=4, random_b=True, seed=1, **settings):
