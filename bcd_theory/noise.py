@@ -7,7 +7,9 @@ from step to step. Step j of a cycle is the linear map s <- S_j s + B_j xi of th
     B_j = -eta P_j without momentum,  [-eta c P_j; c P_j] with it,  c = 1 - beta (EMA form) or 1 (heavy ball).
 
 Covariance at the cycle boundary: P = M P M^T + Q, M = S_p ... S_1; inside the cycle P_j = S_j P_{j-1} S_j^T +
-B_j Sigma B_j^T. Random order: P = E[S P S^T] + E[B Sigma B^T] over the blocks, not the mean map. Along ker
+B_j Sigma B_j^T. Random order: P = E[S P S^T] + E[B Sigma B^T] over the blocks, not the mean map. Shuffled order
+(a new permutation each cycle): P_j is the mean over the sets C of j blocks already visited, whose last block is any
+of C equally often, C_C = mean over j in C of S_j C_{C less j} S_j^T + B_j Sigma B_j^T; P is its fixed point. Along ker
 A nothing pulls x back and its variance grows without end, at no loss: everything is computed on the range
 of A.
 """
@@ -28,6 +30,8 @@ from bcd_theory.mean_square import general_radius
 from bcd_theory.partition import Partition
 from bcd_theory.quadratic import analyse
 
+SHUFFLED_BLOCKS = 12
+
 
 @dataclass(frozen=True)
 class NoiseFloor:
@@ -35,9 +39,10 @@ class NoiseFloor:
 
     covariance       of x (its part in the range of A) after each step of the cycle, shape (steps, n, n);
     the last
-                     one is at the cycle boundary. Orders 'full' and 'random' have one step.
+                     one is at the cycle boundary. Orders 'full' and 'random' have one step; of 'shuffled' it is the
+                     mean over permutations.
     excess_by_phase  tr(A P_xx)/2 = E[f] - f* after each step of the cycle, shape (steps,)
-    radius           of the cycle map (random order: of the mean-square map), below 1
+    radius           of the cycle map (random and shuffled order: of the mean-square map), below 1
     """
 
     covariance: Array
@@ -61,7 +66,7 @@ def noise_floor(
     learning_rate: float,
     noise_covariance: ArrayLike,
     *,
-    order: Order | Sequence[int] = "cyclic",
+    order: Order | Literal["shuffled"] | Sequence[int] = "cyclic",
     momentum: float = 0.0,
     idle: Literal["momentum", "frozen"] = "momentum",
     normalisation: Literal["ema", "heavy-ball"] = "ema",
@@ -71,9 +76,9 @@ def noise_floor(
     A                 symmetric positive semidefinite, n x n
     noise_covariance  Sigma: n x n, its diagonal (n), or one variance for all coordinates
     blocks, order, momentum, idle, normalisation
-                      as in `bcd_theory.linear.stability_limit`
-    Work O(s^3) for each step of a cycle, s = n or 2n. Raises ValueError where the learning rate is not
-    stable.
+                      as in `bcd_theory.linear.stability_limit`; order also 'shuffled' (up to 12 blocks)
+    Work O(s^3) for each step of a cycle, s = n or 2n; O(2^p p s^3) for 'shuffled'. Raises ValueError where the
+    learning rate is not stable.
 
     >>> floor = noise_floor(np.diag([1.0, 2.0]), [[0], [1]], 0.5, 1.0)
     >>> floor.boundary.diagonal().round(6).tolist()  # eta sigma^2/(lambda (2 - eta lambda))
@@ -90,7 +95,11 @@ def noise_floor(
     problem = analyse(A, None, True)
     if problem.is_saddle:
         raise ValueError(f"A has the eigenvalue {problem.lowest:.6g}: a saddle has no stationary state")
-    kind, partition, sequence = resolve_order(order, blocks, problem.n)
+    shuffled = isinstance(order, str) and order == "shuffled"
+    # A shuffled cycle visits the blocks of a cyclic one.
+    kind, partition, sequence = resolve_order("cyclic" if shuffled else order, blocks, problem.n)  # type: ignore[arg-type]
+    if shuffled and len(partition) > SHUFFLED_BLOCKS:
+        raise ValueError(f"order 'shuffled' has {len(partition)} blocks, expected at most {SHUFFLED_BLOCKS}")
     sigma = _covariance(noise_covariance, problem.n)
     gain = 1.0 if normalisation == "heavy-ball" else 1.0 - momentum
     cycle = CycleMap(partition, block_rows(problem.dense, partition), sequence, momentum, gain, idle)
@@ -109,6 +118,8 @@ def noise_floor(
         injected[j] = into @ sigma @ into.T
     if kind == "random":
         phases, radius = _random(list(steps.values()), list(injected.values()))
+    elif shuffled:
+        phases, radius = _shuffled(list(steps.values()), list(injected.values()))
     else:
         phases, radius = _cyclic([steps[j] for j in sequence], [injected[j] for j in sequence])
     if phases is None:
@@ -209,6 +220,47 @@ def _random(steps: list[Array], injected: list[Array]) -> tuple[list[Array] | No
             raise ArithmeticError("the stationary covariance of the random order did not converge")
     p = flat.reshape(size, size)
     return [(p + p.T) / 2], radius
+
+
+def _shuffled(steps: list[Array], injected: list[Array]) -> tuple[list[Array] | None, float]:
+    p, size = len(steps), len(steps[0])
+    sets = sorted(range(1 << p), key=int.bit_count)
+
+    def visit(start: Array, noisy: bool) -> list[Array]:
+        """Mean covariance after each number of steps of a cycle, from 0 to p, from `start`."""
+        after = {0: start}
+        for chosen in sets[1:]:
+            members = [j for j in range(p) if chosen >> j & 1]
+            came = [steps[j] @ after[chosen ^ (1 << j)] @ steps[j].T + noisy * injected[j] for j in members]
+            after[chosen] = sum(came[1:], came[0]) / len(members)
+        found = []
+        for count in range(p + 1):
+            of_size = [after[chosen] for chosen in sets if chosen.bit_count() == count]
+            found.append(np.asarray(sum(of_size[1:], of_size[0]) / len(of_size)))
+        return found
+
+    # The cycle's map of covariances is positive, so powers of it from the identity grow at its radius.
+    grown, radius = np.eye(size), 0.0
+    for _ in range(10_000):
+        grown = visit(grown, noisy=False)[-1]
+        before, radius = radius, float(np.linalg.norm(grown, 2))
+        if radius == 0.0 or abs(radius - before) <= 1e-12 * radius:
+            break
+        grown = grown / radius
+    if radius >= 1.0:
+        return None, radius
+    # P = sum of the images of Q, which fall at the radius.
+    term = visit(np.zeros((size, size)), noisy=True)[-1]
+    p_boundary = term.copy()
+    for _ in range(100_000):
+        if np.linalg.norm(term) <= 1e-15 * np.linalg.norm(p_boundary):
+            break
+        term = visit(term, noisy=False)[-1]
+        p_boundary += term
+    else:
+        raise ArithmeticError("the stationary covariance did not settle: the learning rate is at its limit")
+    phases = visit((p_boundary + p_boundary.T) / 2, noisy=True)[1:]
+    return phases, radius
 
 
 def _covariance(noise: ArrayLike, n: int) -> Array:

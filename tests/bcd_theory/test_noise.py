@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -192,3 +194,46 @@ def test_refusals():
         noise_floor(a, BLOCKS, 0.1, -1.0)
     with pytest.raises(ValueError, match="learning_rate is 0"):
         noise_floor(a, BLOCKS, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("momentum, idle", [(0.0, "momentum"), (0.7, "momentum"), (0.7, "frozen")])
+def test_shuffled_against_every_permutation_written_out(momentum, idle):
+    a, sigma, eta = coupled(), noise(), 0.3
+    n, gain = N, 1 - momentum
+    maps = []
+    for block in BLOCKS:
+        chosen = np.zeros((n, n))
+        chosen[block, block] = 1.0
+        if momentum:
+            keep = momentum * np.eye(n) if idle == "momentum" else np.eye(n) - (1 - momentum) * chosen
+            to_m = np.hstack([gain * chosen @ a, keep])
+            moves = np.eye(n) if idle == "momentum" else chosen
+            s = np.vstack([np.hstack([np.eye(n), np.zeros((n, n))]) - eta * moves @ to_m, to_m])
+            b = np.vstack([-eta * gain * chosen, gain * chosen])
+        else:
+            s, b = np.eye(n) - eta * chosen @ a, -eta * chosen
+        maps.append((s, b @ sigma @ b.T))
+    orders = list(itertools.permutations(range(len(BLOCKS))))
+
+    def cycle(p):
+        phases = np.zeros((len(BLOCKS), *p.shape))
+        for order in orders:
+            now = p
+            for k, j in enumerate(order):
+                now = maps[j][0] @ now @ maps[j][0].T + maps[j][1]
+                phases[k] += now / len(orders)
+        return phases
+
+    p = np.zeros_like(maps[0][1])
+    for _ in range(3000):
+        phases = cycle(p)
+        p = phases[-1]
+    found = noise_floor(a, BLOCKS, eta, sigma, order="shuffled", momentum=momentum, idle=idle)
+    np.testing.assert_allclose(found.covariance, phases[:, :n, :n], rtol=1e-8, atol=1e-12)
+    cyclic = noise_floor(a, BLOCKS, eta, sigma, momentum=momentum, idle=idle)
+    assert abs(found.excess / cyclic.excess - 1) > 1e-4  # the order is felt
+
+
+def test_a_shuffled_order_that_is_not_stable_is_refused():
+    with pytest.raises(ValueError, match="not stable"):
+        noise_floor(coupled(), BLOCKS, 50.0, 1.0, order="shuffled")
