@@ -15,6 +15,7 @@ from bcd_theory.predict import Measurements, Predictions
 from bcd_theory.predict import predict as predictions_of
 from lcsb.jobs import Job, Reporter, run_jobs
 from reports.records import (
+    ArmConfig,
     RunConfig,
     RunFolder,
     environment,
@@ -203,9 +204,12 @@ class _Expected:
     def memory(self, mode: str) -> float:
         return _START_SECONDS + self.config.cycle_length * self.timed[mode]
 
-    def arm(self, backward: str) -> float:
+    def arm(self, arm: ArmConfig) -> float:
+        """An arm's seconds; a baseline's by the mode that costs about as much (mezo: two forward passes)."""
         evaluations = -(-self.config.steps // self.config.eval_every) * self.config.eval_windows
-        return _START_SECONDS + self.config.steps * self.trained[backward] + evaluations * self.window
+        known = self.trained.get(arm.backward, self.trained["exact"])  # certified: at most exact
+        step = 2 * self.window if arm.method == "mezo" else known
+        return _START_SECONDS + self.config.steps * step + evaluations * self.window
 
     @property
     def fidelity_batch(self) -> float:
@@ -213,7 +217,7 @@ class _Expected:
 
     @property
     def total(self) -> float:
-        arms = len(self.config.seeds) * sum(self.arm(arm.backward) for arm in self.config.arms)
+        arms = len(self.config.seeds) * sum(self.arm(arm) for arm in self.config.arms)
         memory = sum(self.memory(mode) for mode in MODES)
         side_by_side = arms + memory + 2 * self.config.fidelity_batches * self.fidelity_batch
         return self.timing + side_by_side / self.config.workers
@@ -297,7 +301,7 @@ def _arm_jobs(folder: RunFolder, config: RunConfig, expected: _Expected) -> list
                     f"{arm.name}, seed {seed}",
                     _train,
                     (folder.root, arm.name, seed),
-                    expected.arm(arm.backward),
+                    expected.arm(arm),
                     _share_done(metrics, config.steps),
                 )
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import shutil
 import time
@@ -13,11 +14,11 @@ import torch
 from torch import nn
 
 from lcsb.checkpoint import load_checkpoint, save_checkpoint
-from lcsb.config import LCSBConfig
 from lcsb.data import Corpus
 from lcsb.idle_law import IdleLaw
+from lcsb.methods import idle_law_of, loss_and_gradient, open_method, optimizer_for
 from lcsb.prepare import held_out_loss, language_batch, layers_per_step, make_optimizer, prepare
-from lcsb.selective import NonFiniteError, SelectiveBackward, selective_backward
+from lcsb.selective import NonFiniteError, SelectiveBackward
 from reports.records import (
     ArmConfig,
     ArmFolder,
@@ -86,19 +87,12 @@ def train_arm(folder: RunFolder, arm_name: str, seed: int) -> str:
         if metrics.end is not None:
             return metrics.end.status
     loss_at_start = float(read_json(folder.measurements)["held_out_loss"])
-    model, corpus = prepare(config, seed, recompute=config.recompute_arms)
+    whole = arm.trains_whole_layers
+    model, corpus = prepare(config, seed, recompute=config.recompute_arms, whole_layers=whole)
     learning_rate = arm.learning_rate(config.optimizer.learning_rate, config.cycle_length)
-    optimizer = make_optimizer(model, config, learning_rate)
-    lcsb = selective_backward(
-        model,
-        LCSBConfig(
-            arm.backward,  # type: ignore[arg-type]
-            arm.idle,
-            arm.schedule,
-            layers_per_step=layers_per_step(model, config),
-        ),
-        seed=seed,
-    )
+    lcsb = open_method(model, arm, layers_per_step=layers_per_step(model, config), seed=seed)
+    optimizer = optimizer_for(lcsb, make_optimizer(model, config, learning_rate))
+    law = idle_law_of(lcsb)
     header = {
         "kind": "header",
         "schema": 1,
@@ -109,6 +103,7 @@ def train_arm(folder: RunFolder, arm_name: str, seed: int) -> str:
         "cycle_length": config.cycle_length,
         "blocks": [[lcsb.trainable_layers[i] for i in block] for block in lcsb.schedule.blocks],
         "n_layers": len(lcsb.layers),
+        "idle_law": law or f"none: {arm.method} does not give idle layers the step of T6 or T6b",
         "steps": config.steps,
         "loss_at_start": loss_at_start,
     }
@@ -143,7 +138,8 @@ class _Arm:
                 writer.write(header)
             else:
                 writer.write({"kind": "event", "t": self.progress.t, "event": "resumed"})
-            self._law = IdleLaw(lcsb.adapters, self.optimizer, lcsb.config.idle)
+            checked = idle_law_of(lcsb) is not None
+            self._law = IdleLaw(lcsb.adapters, self.optimizer, lcsb.config.idle) if checked else None
             status = "done"
             while self.progress.t < self.config.steps:
                 try:
@@ -169,7 +165,7 @@ class _Arm:
         for t, folder in reversed(self.place.checkpoints()):
             facts = load_checkpoint(folder, self.lcsb.parameters(), self.optimizer)
             self.progress = _Progress(t, facts["losses"], facts["path"], facts["seconds"])
-            self.lcsb.t = t
+            self.lcsb.load_state_dict(facts["selection"])
             return MetricsWriter(self.place.metrics, resume_at=facts["lines"]), True
         if self.place.metrics.exists():  # stopped before its first checkpoint
             return MetricsWriter(self.place.metrics, resume_at=0), False
@@ -178,15 +174,16 @@ class _Arm:
     def _step(self, writer: MetricsWriter) -> None:
         lcsb, t = self.lcsb, self.progress.t
         begin = time.perf_counter()
-        selected = lcsb.begin()
+        lcsb.begin()
         windows = self.corpus.batch(self.seed, t, self.config.batch_size)
-        loss = self.model(**language_batch(windows, self.model)).loss
-        value = float(loss.detach())
+        batch = language_batch(windows, self.model)
+        value = float(loss_and_gradient(lcsb, lambda: self.model(**batch).loss))
         if not math.isfinite(value):
             raise NonFiniteError(f"step {t}: the training loss is {value}; the step was not taken")
-        loss.backward()
         middle = time.perf_counter()
-        self._law.before_step(selected)
+        selected = lcsb.selected  # the schedule `importance` chooses by the gradient just measured
+        if self._law is not None:
+            self._law.before_step(selected)
         again = time.perf_counter()
         record = lcsb.step(self.optimizer, batch=f"{t} of seed {self.seed}")
         seconds = time.perf_counter() - again + middle - begin
@@ -204,9 +201,12 @@ class _Arm:
                 "lcsb/displacement_idle": idle,
                 "displacement": moved,
                 "seconds": seconds,
+                **lcsb.log(),
             }
         )
-        law = self._law.after_step(t)
+        for plan in record.refreshed:
+            writer.write({"kind": "event", "t": t, "event": "plan", **dataclasses.asdict(plan)})
+        law = self._law.after_step(t) if self._law is not None else None
         if law is not None:
             writer.write(law)
         progress = self.progress
@@ -225,7 +225,7 @@ class _Arm:
         writer.sync()
         progress = self.progress
         facts = {"t": progress.t, "lines": writer.lines, "losses": progress.losses, "path": progress.path}
-        facts["seconds"] = progress.seconds
+        facts |= {"seconds": progress.seconds, "selection": self.lcsb.state_dict()}
         save_checkpoint(self.place.checkpoint(progress.t), self.lcsb.parameters(), self.optimizer, facts)
         for t, folder in self.place.checkpoints():
             if t < progress.t:

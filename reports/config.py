@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import difflib
-import math
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
-Backward = Literal["full", "exact", "identity", "mlp", "certified"]
-Idle = Literal["momentum", "frozen"]
-ScheduleName = Literal[
-    "cyclic", "reversed", "interleaved", "shuffled", "random", "importance", "greedy", "fixed",
-    "depth-weighted", "adaptive",
-]  # fmt: skip
-LearningRateRule = Literal["eta", "eta/sqrt(p)", "eta/p"]
+from reports.arms import DEFAULT_ARMS as DEFAULT_ARMS
+from reports.arms import NAMED_ARMS, Name, PositiveInt, Settings, expected
+from reports.arms import ArmConfig as ArmConfig
+
 Size = Literal["quick", "standard", "full"]
 
-_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
-Name = Annotated[str, Field(pattern=_NAME, max_length=100)]
-PositiveInt = Annotated[int, Field(ge=1)]
 
-
-class _Settings(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class LoraConfig(_Settings):
+class LoraConfig(Settings):
     """LoRA adapters: rank r, scale alpha / r (alpha / sqrt(r) with `use_rslora`)."""
 
     r: PositiveInt = 16
@@ -40,7 +27,7 @@ class LoraConfig(_Settings):
     use_rslora: bool = False
 
 
-class OptimizerConfig(_Settings):
+class OptimizerConfig(Settings):
     """AdamW at a constant learning rate: no warm-up, no clipping."""
 
     name: Literal["adamw"] = "adamw"
@@ -50,64 +37,44 @@ class OptimizerConfig(_Settings):
     weight_decay: float = Field(default=0.0, ge=0)
 
 
-class DataConfig(_Settings):
-    """Corpus: 'pydoc', or the path of a UTF-8 text or JSONL file; windows of `tokens` tokens."""
+class DataConfig(Settings):
+    """Corpus: 'pydoc', a task's name, the path of a UTF-8 text or JSONL file, or owner/name of the hub.
+
+    Windows (of text) or rows (of a task) of `tokens` tokens at most. path: folder with the named tasks' files.
+    rows: read at most so many rows.
+    """
 
     source: str = "pydoc"
+    path: str | None = None
+    rows: PositiveInt | None = None
     tokens: Annotated[int, Field(ge=2)] = 128
     text_field: str = "text"
     held_out: float = Field(default=0.1, gt=0, lt=1)
 
 
-class ArmConfig(_Settings):
-    """One arm: backward mode, idle policy, schedule and the learning rate as a function of the run's."""
-
-    name: Name
-    backward: Backward
-    idle: Idle = "momentum"
-    schedule: ScheduleName = "cyclic"
-    learning_rate_rule: LearningRateRule = "eta"
-
-    def learning_rate(self, learning_rate: float, cycle_length: int) -> float:
-        """The arm's learning rate: eta, eta / sqrt(p) or eta / p for the run's eta, cycle length p (T9)."""
-        divisor = {"eta": 1.0, "eta/sqrt(p)": math.sqrt(cycle_length), "eta/p": float(cycle_length)}
-        return learning_rate / divisor[self.learning_rate_rule]
-
-
-DEFAULT_ARMS: tuple[ArmConfig, ...] = (
-    ArmConfig(name="full", backward="full"),
-    ArmConfig(name="exact-momentum", backward="exact"),
-    ArmConfig(name="exact-frozen", backward="exact", idle="frozen"),
-    ArmConfig(name="identity-momentum", backward="identity"),
-    ArmConfig(name="mlp-momentum", backward="mlp"),
-    ArmConfig(name="full-eta-over-sqrt-p", backward="full", learning_rate_rule="eta/sqrt(p)"),
-    ArmConfig(name="full-eta-over-p", backward="full", learning_rate_rule="eta/p"),
-)
-
-
 def _arms_by_name(value: Any) -> Any:
-    """Let an entry of `arms` be the name of a default arm, and `arms` a comma-separated list of names."""
+    """Let an entry of `arms` be the name of a known arm, and `arms` a comma-separated list of names."""
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",")]
     if not isinstance(value, Sequence):
         return value
-    known = {arm.name: arm for arm in DEFAULT_ARMS}
+    known = NAMED_ARMS
     arms: list[Any] = []
     for entry in value:
         if isinstance(entry, str) and entry not in known:
-            raise ValueError(f"found the arm name {entry!r}, expected {_expected(entry, known)}")
+            raise ValueError(f"found the arm name {entry!r}, expected {expected(entry, known)}")
         arms.append(known[entry] if isinstance(entry, str) else entry)
     return arms
 
 
-class RunConfig(_Settings):
+class RunConfig(Settings):
     """All settings of a run. p = `cycle_length`, N layers: k = ceil(N / p) layers a step."""
 
     name: Name = "validate"
     model: Annotated[str, Field(min_length=1)] = "smollm2-135m"
     quantization: Literal["nf4", "fp4", "int8"] | None = "nf4"
     double_quant: bool = False
-    seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] = [0, 1, 2]
+    seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] = [0, 1, 2]  # noqa: RUF012
     steps: PositiveInt = 60
     cycle_length: PositiveInt = 4
     batch_size: PositiveInt = 1
@@ -120,12 +87,14 @@ class RunConfig(_Settings):
     )
     workers: PositiveInt = 2
     timing_repeats: PositiveInt = 3
-    timing_cycle_lengths: Annotated[list[PositiveInt], Field(min_length=1)] = [1, 2, 4, 8]
+    timing_cycle_lengths: Annotated[list[PositiveInt], Field(min_length=1)] = [1, 2, 4, 8]  # noqa: RUF012
     fidelity_batches: PositiveInt = 8
     lora: LoraConfig = LoraConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     data: DataConfig = DataConfig()
-    arms: Annotated[list[ArmConfig], Field(min_length=1), BeforeValidator(_arms_by_name)] = list(DEFAULT_ARMS)
+    arms: Annotated[list[ArmConfig], Field(min_length=1), BeforeValidator(_arms_by_name)] = list(  # noqa: RUF012
+        DEFAULT_ARMS
+    )
 
     @model_validator(mode="after")
     def _unique(self) -> RunConfig:
@@ -139,11 +108,21 @@ class RunConfig(_Settings):
                 raise ValueError(f"{field}: found {twice} twice, expected each once")
         return self
 
+    @model_validator(mode="after")
+    def _whole_layers_unquantised(self) -> RunConfig:
+        whole = next((arm.name for arm in self.arms if arm.trains_whole_layers), None)
+        if whole is not None and self.quantization is not None:
+            raise ValueError(
+                f"arm {whole} trains whole layers, which needs an unquantised base: found quantization "
+                f"{self.quantization!r}, expected null (or parameters: adapters)"
+            )
+        return self
+
     @classmethod
     def preset(cls, size: str) -> RunConfig:
         """The settings of `size` quick, standard or full. Raises ValueError for another name."""
         if size not in PRESETS:
-            raise ValueError(f"size is {size!r}, expected {_expected(size, PRESETS)}")
+            raise ValueError(f"size is {size!r}, expected {expected(size, PRESETS)}")
         return cls.from_mapping(PRESETS[size], source=f"preset {size}")
 
     @classmethod
@@ -262,8 +241,8 @@ def _override(settings: dict[str, Any], override: str) -> None:
         i = _index(place, last)
         assert i is not None  # _step_into has refused it otherwise
         place[i] = value
-    elif last not in place:
-        raise ValueError(f"--set {override}: unknown key {key!r}, expected {_expected(last, place)}")
+    elif last not in place and parents[-1:] != ["options"]:  # an arm checks its options itself
+        raise ValueError(f"--set {override}: unknown key {key!r}, expected {expected(last, place)}")
     else:
         place[last] = value
 
@@ -273,11 +252,11 @@ def _step_into(place: Any, part: str, key: str, override: str) -> Any:
         i = _index(place, part)
         if i is None:
             names = [entry["name"] for entry in place if isinstance(entry, dict) and "name" in entry]
-            choices = _expected(part, names) if names else f"0 to {len(place) - 1}"
+            choices = expected(part, names) if names else f"0 to {len(place) - 1}"
             raise ValueError(f"--set {override}: no entry {key!r}, expected {choices}")
         return place[i]
     if part not in place:
-        raise ValueError(f"--set {override}: unknown key {key!r}, expected {_expected(part, place)}")
+        raise ValueError(f"--set {override}: unknown key {key!r}, expected {expected(part, place)}")
     return place[part]
 
 
@@ -289,13 +268,6 @@ def _index(place: Sequence[Any], part: str) -> int | None:
     return None
 
 
-def _expected(found: str, known: Iterable[str]) -> str:
-    names = list(known)
-    near = difflib.get_close_matches(str(found), names, n=1, cutoff=0.5)
-    listing = ", ".join(names)
-    return f"{near[0]!r} (known: {listing})" if near else f"one of {listing}"
-
-
 def _explain(problem: Any, source: str) -> str:
     location: tuple[Any, ...] = problem["loc"]
     # Parts of a union or a validator's name are no keys of the file.
@@ -303,10 +275,10 @@ def _explain(problem: Any, source: str) -> str:
     found = problem["input"]
     if problem["type"] == "extra_forbidden":
         model = _model_at(location[:-1])
-        return f"{source}: unknown key {where!r}, expected {_expected(str(location[-1]), model.model_fields)}"
+        return f"{source}: unknown key {where!r}, expected {expected(str(location[-1]), model.model_fields)}"
     if problem["type"] == "literal_error":
         known = [part.strip("' ") for part in problem["ctx"]["expected"].replace(" or ", ", ").split(",")]
-        return f"{source}: {where} is {found!r}, expected {_expected(str(found), known)}"
+        return f"{source}: {where} is {found!r}, expected {expected(str(found), known)}"
     if problem["type"] == "missing":
         return f"{source}: {where} is missing"
     message = problem["msg"].removeprefix("Value error, ")

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from reports.arms import NAMED_ARMS
 from reports.claims import CLAIMS
-from reports.config import DEFAULT_ARMS, PRESETS, RunConfig
+from reports.config import PRESETS, RunConfig
 from reports.records import RunFolder
 from reports.rules import judgements
 from reports.run import Run, load_run
@@ -83,5 +84,5 @@ def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> 
 
 
 def _arms(arms: list[dict[str, Any]]) -> str:
-    known = {arm.name: arm.model_dump(mode="json") for arm in DEFAULT_ARMS}
+    known = {arm.name: arm.model_dump(mode="json") for arm in NAMED_ARMS.values()}
     return json.dumps([arm["name"] if known.get(arm["name"]) == arm else arm for arm in arms])

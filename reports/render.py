@@ -230,7 +230,7 @@ def _arms(run: Run) -> Table:
                 arm.name,
                 arm.backward,
                 arm.idle if arm.backward != "full" else "no idle layer",
-                arm.schedule,
+                arm.schedule if arm.method == "lcsb" else f"by {arm.method}",
                 significant(rate),
                 fixed(sum(losses) / len(losses)) if losses else "none",
                 ", ".join(f"{n} {what}" for what, n in status.items()),

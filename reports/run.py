@@ -80,9 +80,10 @@ class Run:
         return [self.outcome(arm, seed) for seed in self.config.seeds]
 
     def arm_like(self, backward: str, idle: str | None = None, rule: str = "eta") -> str | None:
-        """Name of the cyclic arm with this backward mode, idle policy and learning rate rule."""
+        """Name of the cyclic arm of LCSB itself with this backward mode, idle policy and learning rate rule."""
         for arm in self.config.arms:
-            same = arm.backward == backward and arm.learning_rate_rule == rule and arm.schedule == "cyclic"
+            cyclic = arm.method == "lcsb" and arm.schedule == "cyclic"
+            same = cyclic and arm.backward == backward and arm.learning_rate_rule == rule
             if same and (idle is None or arm.idle == idle):
                 return arm.name
         return None

@@ -42,9 +42,16 @@ class ArmStyle:
     marker: str = "o"
 
 
+BASELINE_MARKERS = {
+    "lisa": "h", "freeze": "<", "surgical": ">", "cached": "p", "stochastic-depth": "d", "mezo": "H",
+}  # fmt: skip
+
+
 def arm_style(arm: ArmConfig) -> ArmStyle:
-    """Colour by backward mode and idle policy; a control has the colour of the arm it is the control for, dashed."""
+    """Colour by backward mode and idle policy, baselines by marker; a control has its arm's colour, dashed."""
     dashed = (0.0, (4.0, 2.0))
+    if arm.method != "lcsb":
+        return ArmStyle(LIGHT["other"], ":", BASELINE_MARKERS.get(arm.method, "*"))
     if arm.backward == "full":
         controls = {"eta/sqrt(p)": ("exact", "s"), "eta/p": ("frozen", "D")}
         if arm.learning_rate_rule in controls:

@@ -219,7 +219,11 @@ def judge_idle(run: Run, claim: Claim) -> tuple[Judgement, Judgement]:
 
 
 def _paper(run: Run, claim: Claim, law: Part) -> Judgement:
-    arms = [arm.name for arm in run.config.arms if arm.idle == "momentum" and arm.backward != "full"]
+    arms = [
+        arm.name
+        for arm in run.config.arms
+        if arm.method == "lcsb" and arm.idle == "momentum" and arm.backward != "full"
+    ]
     shares: list[float] = []
     for seed in run.config.seeds:
         here = [share for arm in arms if (share := idle_share(run, arm, seed)) is not None]
