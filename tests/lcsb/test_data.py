@@ -106,7 +106,7 @@ def test_other_field_and_held_out_source(tmp_path, text_file):
         ("a.txt", b"good \xff bad", r"a.txt: not UTF-8: byte 0xff at offset 5"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"a.jsonl:2: not UTF-8: byte 0xff at offset 10"),
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', "a.jsonl:2: not JSON"),
-        ("a.jsonl", b'["text"]\n', "a.jsonl:1: list, expected an object with a field 'text'"),
+        ("a.jsonl", b'["text"]\n', "a.jsonl:1: list, expected an object with named fields"),
         (
             "a.jsonl",
             b'{"texts": "a", "id": 1}\n',
