@@ -68,12 +68,6 @@ class Quadratic:
             self._rows[key] = self.matrix[rows]
         return torch.mm(self._rows[key], x, out=out)
 
-    def change(self, gradient: Tensor, rows: slice | Tensor, eta: Tensor) -> Tensor:
-        """f(x - eta U g) - f(x) = -eta <g, g - eta A_bb g/2>, exact for g = U^T A x; cost |block|^2 a run."""
-        block = self.matrix[rows][:, rows]
-        curved = torch.mm(block, gradient).mul_(eta * 0.5).sub_(gradient).mul_(gradient)
-        return curved.sum(0).mul_(eta)
-
 
 def coupled(n: int, p: int, coupling: float, condition: float, rng: np.random.Generator) -> Quadratic:
     """D^(1/2) C D^(1/2): curvatures D spread over `condition`, C = (1 - coupling) I + coupling W W^T normalised.

@@ -236,6 +236,31 @@ class ResidualNet:
         return np.stack(columns, axis=1)
 
 
+def stack(nets: Sequence[ResidualNet], bfloat16: Sequence[bool] | None = None) -> ResidualNet:
+    """Nets of one shape side by side, instances in the order given. bfloat16: one flag a net."""
+    first = nets[0]
+    if any(net.shapes != first.shapes or net.layers != first.layers for net in nets):
+        raise ValueError("stack: expected nets of one shape")
+    flags = None
+    if bfloat16 is not None:
+        flags = torch.tensor(
+            [flag for net, flag in zip(nets, bfloat16, strict=True) for _ in range(net.instances)]
+        )
+    return replace(
+        first,
+        weights=[
+            [torch.cat([net.weights[layer][k] for net in nets]) for k in range(len(first.shapes))]
+            for layer in range(first.layers)
+        ],
+        inputs=torch.cat([net.inputs for net in nets]),
+        targets=torch.cat([net.targets for net in nets]),
+        readout=None
+        if first.readout is None
+        else torch.cat([n.readout for n in nets if n.readout is not None]),
+        bfloat16=flags,
+    )
+
+
 @dataclass(frozen=True)
 class Backward:
     """hidden: layer -> gradient that enters it from above at its input (N: at the top), (runs, positions, width), for
