@@ -8,6 +8,7 @@ import json
 import re
 from pathlib import Path
 
+import idle
 import numpy as np
 import pytest
 import torch
@@ -121,32 +122,14 @@ class Trained:
             gradient = 1e-2 * scale * (1 + torch.randn(96, 64, generator=generator))
             self.lengths.append(self.step(gradient.to(dtype)))
 
-    def step(self, gradient=None, idle="momentum"):
+    def step(self, gradient=None, policy="momentum"):
         """One step; returns the length of x's move. Without a gradient x is idle."""
         before = self.x.detach().clone()
         idle_now = [self.never] if gradient is not None else [self.x, self.never]
         self.x.grad = gradient
-        set_idle_gradients(idle_now, idle)
+        set_idle_gradients(idle_now, policy)
         self.optimizer.step()
         return float((self.x.detach().double() - before.double()).norm())
-
-    def moments(self):
-        """m and v as float64, dequantised if need be."""
-        state = self.optimizer.state[self.x]
-        if "exp_avg" in state:
-            return [state[key].double().numpy().copy() for key in ("exp_avg", "exp_avg_sq")]
-        if state["state1"].dtype != torch.uint8:
-            return [state[key].double().numpy().copy() for key in ("state1", "state2")]
-        from bitsandbytes.functional import dequantize_blockwise
-
-        return [
-            dequantize_blockwise(
-                state[f"state{i}"], absmax=state[f"absmax{i}"], code=state[f"qmap{i}"], blocksize=256
-            )
-            .double()
-            .numpy()
-            for i in (1, 2)
-        ]
 
     def content(self):
         tensors = {"x": self.x.detach(), "never": self.never.detach()}
@@ -165,7 +148,7 @@ def test_frozen_changes_nothing(name):
     check_optimizer(trained.optimizer, {"x": trained.x, "never": trained.never}, "frozen")
     before = trained.content()
     for _ in range(IDLE):
-        trained.step(idle="frozen")
+        trained.step(policy="frozen")
     after = trained.content()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
@@ -190,7 +173,7 @@ def test_momentum_under_adam_follows_the_law(name, decay):
         return
     trained = Trained(name, weight_decay=decay)
     start = trained.x.detach().double().numpy().copy()
-    (m, v), displacement = trained.moments(), 0.0
+    (m, v), displacement = idle.moments(trained.optimizer.state[trained.x]), 0.0
     for k in range(1, IDLE + 1):
         trained.step()
         displacement = displacement + idle_step(
@@ -295,7 +278,7 @@ def test_in_bfloat16_the_law_holds_to_the_rounding_of_that_type():
     """TRL's adapters on a 4-bit base: float32's tolerance fails by far, the roundings of x, m and v explain it."""
     trained = Trained("torch.AdamW", dtype=torch.bfloat16)
     start = trained.x.detach().double().numpy().copy()
-    (m, v), displacement = trained.moments(), 0.0
+    (m, v), displacement = idle.moments(trained.optimizer.state[trained.x]), 0.0
     half_ulp = 2.0**-8
     for k in range(1, IDLE + 1):
         trained.step()
