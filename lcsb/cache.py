@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -10,8 +11,9 @@ import re
 import shutil
 import tempfile
 import time
+import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 _MANIFEST = "lcsb-cache.json"
@@ -58,10 +60,8 @@ def cached_folder(label: str, key: Mapping[str, str], build: Callable[[Path], No
             return folder
         warnings.warn(f"cached model {folder} is damaged ({damage}); converting again", stacklevel=2)
         _discard(folder)
-    root.mkdir(parents=True, exist_ok=True)
-    _sweep(root)
-    temporary = Path(tempfile.mkdtemp(prefix=".building-", dir=root))
-    try:
+    with _named_errors(folder), _building(root) as temporary:
+        _sweep(root)
         build(temporary)
         _write_manifest(temporary, key)
         try:
@@ -70,9 +70,66 @@ def cached_folder(label: str, key: Mapping[str, str], build: Callable[[Path], No
             # Another process finished first; its folder is as good as ours, if whole.
             if not folder.exists() or _damage(folder) is not None:
                 raise
+    return folder
+
+
+@contextlib.contextmanager
+def whole_folder(folder: Path, replace: bool = False) -> Iterator[Path]:
+    """A temporary folder that becomes `folder` when the context ends without an error, and vanishes otherwise.
+
+    Args:
+        replace: put it in the place of a folder of that name; else one that is not empty is refused at the start.
+
+    Raises:
+        FileExistsError: there is something at `folder` already.
+        OSError: the place cannot be written to (read-only, full); names it.
+    """
+    taken = folder.exists() and not (folder.is_dir() and (replace or not any(folder.iterdir())))
+    if taken:
+        raise FileExistsError(f"{folder} exists already, expected a new or empty folder")
+    with _named_errors(folder), _building(folder.parent) as temporary:
+        yield temporary
+        if folder.exists():
+            _discard(folder)
+        temporary.rename(folder)
+
+
+@contextlib.contextmanager
+def _building(place: Path) -> Iterator[Path]:
+    place.mkdir(parents=True, exist_ok=True)
+    temporary = place / f".building-{uuid.uuid4().hex}"  # tempfile's folders are for the owner alone
+    temporary.mkdir()
+    try:
+        yield temporary
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return folder
+
+
+_CANNOT_WRITE = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.ENOTDIR,
+)
+
+
+@contextlib.contextmanager
+def _named_errors(folder: Path) -> Iterator[None]:
+    """A read-only or full disk is one line that names `folder`, whichever library met it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _CANNOT_WRITE:
+            raise
+        raise OSError(f"{folder} cannot be written: {error.strerror}") from error
+    except Exception as error:
+        # safetensors raises an error of its own, which says what the system said.
+        if type(error).__name__ != "SafetensorError" or "os error" not in str(error):
+            raise
+        raise OSError(f"{folder} cannot be written: {error}") from error
 
 
 def _write_manifest(folder: Path, key: Mapping[str, str]) -> None:

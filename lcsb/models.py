@@ -100,6 +100,7 @@ def attach_lora(
     dropout: float = 0.0,
     target_modules: str | Sequence[str] = "all-linear",
     use_rslora: bool = False,
+    use_dora: bool = False,
     seed: int = 0,
 ) -> Any:
     """Wrap `model` with PEFT LoRA: y = W x + s B A x, A [r, in] random, B [out, r] zero, s = alpha/r or alpha/sqrt(r).
@@ -108,6 +109,7 @@ def attach_lora(
         target_modules: "all-linear": every linear projection inside the decoder layers and nothing else (no head, no
             embedding, no vision stack); or names or a regular expression as PEFT takes them.
         use_rslora: s = alpha/sqrt(r).
+        use_dora: DoRA, y = m (W + s B A) x / |W + s B A|, norms row by row and m trained too.
         seed: the adapters' start is a function of the seed alone; the global random state is left as it was.
 
     Returns:
@@ -132,6 +134,7 @@ def attach_lora(
         target_modules=wanted
         or (target_modules if isinstance(target_modules, str) else list(target_modules)),
         use_rslora=use_rslora,
+        use_dora=use_dora,
         fan_in_fan_out=transposed,
         task_type="CAUSAL_LM",
     )
@@ -141,7 +144,7 @@ def attach_lora(
         wrapped = get_peft_model(model, config)
     # New modules start in training mode, a loaded base in evaluation: one mode for both, the base's.
     wrapped.train(model.training)
-    _remove_input_gradient_hooks(wrapped)
+    remove_input_gradient_hooks(wrapped)
     if wanted is not None:
         prefix = "base_model.model."
         got = {n.removeprefix(prefix) for n, m in wrapped.named_modules() if hasattr(m, "lora_A")}
@@ -208,7 +211,7 @@ def _converted_folder(source: Path, quantization: str | None, settings: dict[str
     def build(folder: Path) -> None:
         double = settings["double_quant"] == "True"
         read = _read_folder(source, torch.float32, torch.device("cpu"), quantization, double)
-        _save(*read, folder)
+        save_model(*read, folder)
 
     # A hub snapshot is a folder named by its commit; the content is hashed all the same, one rule for both.
     return cached_folder(
@@ -242,10 +245,17 @@ def _write_from_gguf(path: Path, folder: Path, quantization: str | None, setting
         )
         quantised.generation_config = generation
         model = quantised
-    _save(model, tokenizer, folder)
+    save_model(model, tokenizer, folder)
 
 
-def _save(model: Any, tokenizer: Any, folder: Path) -> None:
+def quantize_folder(source: Path, quantization: str, double_quant: bool = False) -> tuple[Any, Any]:
+    """(model, tokenizer) of a folder with plain weights, quantised on the CPU; the cache knows nothing of it."""
+    read = _read_folder(source, torch.float32, torch.device("cpu"), quantization, double_quant)
+    return _finished(*read, torch.float32, str(source))
+
+
+def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write a model and its tokenizer in transformers' format."""
     # A name or path of the machine that converted has no place in a cached folder.
     model.config._name_or_path = ""
     model.save_pretrained(folder)
@@ -395,7 +405,8 @@ def _projections(model: Any) -> list[str]:
     return names
 
 
-def _remove_input_gradient_hooks(model: nn.Module) -> None:
+def remove_input_gradient_hooks(model: nn.Module) -> None:
+    """Remove the hooks that make the embedding's output require grad."""
     # transformers and PEFT install one (under this name) when recompute is on, and transformers' own removal knows
     # the last set of handles only. With it every backward pass runs to the bottom.
     for module in model.modules():
