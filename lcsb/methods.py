@@ -129,15 +129,17 @@ class Lisa(SelectiveBackward):
             layers_per_step=active_layers,
             depth_exponent=0.0,
         )
+        self.period, self.moments = period, moments
         super().__init__(model, settings, seed=seed)
-        self.moments = moments
-        self.schedule = RandomLayers(
+
+    def _make_schedule(self, seed: int) -> Schedule:
+        return RandomLayers(
             "depth-weighted",
             n_layers=len(self.trainable_layers),
-            layers_per_step=active_layers,
+            layers_per_step=self.config.layers_per_step,
             seed=seed,
             depth_exponent=0.0,
-            period=period,
+            period=self.period,
         )
 
     def apply_idle_policy(self, optimizer: torch.optim.Optimizer) -> None:
@@ -220,17 +222,21 @@ class StochasticDepth(SelectiveBackward):
     def __init__(
         self, model: nn.Module, config: LCSBConfig, last_survival: float | None = None, seed: int = 0
     ) -> None:
-        super().__init__(model, config, seed=seed)
         if config.backward != "exact":
             raise ValueError(f"stochastic-depth: backward is {config.backward!r}, expected 'exact'")
+        self.last_survival = last_survival
         self._as_tuple: dict[type, bool] = {}
-        if last_survival is not None:
-            self.schedule = Survival(
-                "depth-weighted",
-                n_layers=len(self.trainable_layers),
-                seed=self.schedule.seed,
-                last_survival=last_survival,
-            )
+        super().__init__(model, config, seed=seed)
+
+    def _make_schedule(self, seed: int) -> Schedule:
+        if self.last_survival is None:
+            return super()._make_schedule(seed)
+        return Survival(
+            "depth-weighted",
+            n_layers=len(self.trainable_layers),
+            seed=seed if self.config.seed is None else self.config.seed,
+            last_survival=self.last_survival,
+        )
 
     def _run_exact(self, index: int, run: Callable[[torch.Tensor], Any], hidden: torch.Tensor) -> Any:
         kind = type(self.layers[index])

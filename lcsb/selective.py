@@ -32,6 +32,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from bcd_theory.schedule import Schedule
 from lcsb.adapters import refuse_other_adapters, trainable_by_layer
 from lcsb.branches import (
     IdentityPath,
@@ -174,7 +175,7 @@ class SelectiveBackward:
                 f"adapters: none of the {len(self.layers)} decoder layers has a trainable parameter; attach LoRA "
                 "adapters first (lcsb.attach_lora, peft.get_peft_model)"
             )
-        self.schedule = config.make_schedule(len(self.trainable_layers), seed, self.trainable_layers)
+        self.schedule = self._make_schedule(seed)
         self.selected: tuple[int, ...] = ()
         self.roles: list[Role] | None = None
         #: measurements, and the plans and selections made from them
@@ -185,6 +186,9 @@ class SelectiveBackward:
         self._optimizer_checked: int | None = None
         self._forwards: list[Callable[..., Any]] = []
         self._restore = contextlib.ExitStack()
+
+    def _make_schedule(self, seed: int) -> Schedule:
+        return self.config.make_schedule(len(self.trainable_layers), seed, self.trainable_layers)
 
     # -- life cycle ----------------------------------------------------------------------------------------------
 
