@@ -159,17 +159,22 @@ class Refresh:
         self.measured.schedule = {t: norms.tolist()}
         return tuple(self.trainable[i] for i in self.schedule.selected(t, self.measured.schedule))
 
-    def finish(self, t: int) -> bool:
-        """Make the step's measurements, if an exact pass has ended; returns whether there were any to make."""
+    def planner(self) -> Planner | None:
+        """Backward passes in any plan on this step's exact pass; None before its end or if it was not finite."""
         recorded = self._recorded
-        if self.pending or recorded is None:
-            return False
-        self._recorded = None
-        if not recorded.complete(min(self.trainable)):
-            return False  # not finite: the step is not taken, or the old plans stay
+        if self.pending or recorded is None or not recorded.complete(min(self.trainable)):
+            return None
         agree = self.agree
         lowest = None if agree is None else (lambda values: agree(values, "min"))
-        planner = Planner(recorded, self.layers, self.adapters, self.config.min_cosine, lowest)
+        return Planner(recorded, self.layers, self.adapters, self.config.min_cosine, lowest)
+
+    def finish(self, t: int) -> bool:
+        """Make the step's measurements, if an exact pass has ended; returns whether there were any to make."""
+        planner = self.planner()
+        if not self.pending:
+            self._recorded = None
+        if planner is None:
+            return False  # none was due, or it was not finite: the step is not taken, or the old plans stay
         if self._by_fidelity():
             mode = self.config.backward
             cosines = [planner.measure(block, planner.uniform(block, mode)) for block in self.blocks(t)]
