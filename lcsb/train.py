@@ -250,7 +250,7 @@ class _Arm:
             for new, old in zip(self._vectors, start, strict=True)
         ]
         writer.write({"kind": "movement", "t": progress.t, "layer_rms": rms, "layer_path": progress.path})
-        self._save_adapter(self.place.adapter)
+        self._save_trained()
         writer.write(
             {
                 "kind": "end",
@@ -264,9 +264,13 @@ class _Arm:
         for _, folder in self.place.checkpoints():
             shutil.rmtree(folder)
 
-    def _save_adapter(self, folder: Path) -> None:
+    def _save_trained(self) -> None:
+        """The adapter in PEFT's format; a model whose own weights were trained is saved whole, as model/."""
+        adapters = bool(getattr(self.model, "peft_config", None))
+        folder: Path = self.place.adapter if adapters else self.place.root / "model"
+        options = {"save_embedding_layers": False} if adapters else {}
         temporary = folder.with_name(folder.name + ".partial")
         shutil.rmtree(temporary, ignore_errors=True)
-        self.model.save_pretrained(temporary, save_embedding_layers=False)  # type: ignore[operator]
+        self.model.save_pretrained(temporary, **options)  # type: ignore[operator]
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
