@@ -84,9 +84,9 @@ def whole_folder(folder: Path, replace: bool = False) -> Iterator[Path]:
         FileExistsError: there is something at `folder` already.
         OSError: the place cannot be written to (read-only, full); names it.
     """
-    taken = folder.exists() and not (folder.is_dir() and (replace or not any(folder.iterdir())))
-    if taken:
-        raise FileExistsError(f"{folder} exists already, expected a new or empty folder")
+    with _named_errors(folder):
+        if folder.exists() and not (folder.is_dir() and (replace or not any(folder.iterdir()))):
+            raise FileExistsError(f"{folder} exists already, expected a new or empty folder")
     with _named_errors(folder), _building(folder.parent) as temporary:
         yield temporary
         if folder.exists():
@@ -107,6 +107,7 @@ def _building(place: Path) -> Iterator[Path]:
 
 _CANNOT_WRITE = (
     errno.EACCES,
+    errno.EEXIST,
     errno.EPERM,
     errno.EROFS,
     errno.ENOSPC,

@@ -268,7 +268,8 @@ def _outputs(model: Any, rows: torch.Tensor) -> tuple[float, torch.Tensor]:
     """(mean loss per predicted token, logits [n, tokens, vocabulary] of the first rows), in evaluation mode."""
     model.eval()
     device = next(model.parameters()).device
-    total, count, kept = 0.0, 0, []
+    total, count = 0.0, 0
+    kept: list[torch.Tensor] = []
     for row in rows.split(1):
         output = model(input_ids=row.to(device), labels=row.to(device))
         total += float(output.loss.double()) * (row.shape[1] - 1)
