@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,24 +38,6 @@ def prepare(config: RunConfig, seed: int, recompute: bool, whole_layers: bool = 
         model.activation_checkpointing_enable({"use_reentrant": False})
     model.train()
     return model, read_corpus(config, tokenizer)
-
-
-def load_adapter(model: Any, folder: Path) -> None:
-    """Load a saved PEFT adapter into `model`'s own, which must have the same parameters.
-
-    Raises:
-        ValueError: no adapter there, or one of another model (names the first parameter that differs).
-    """
-    from peft import load_peft_weights, set_peft_model_state_dict
-
-    if not (folder / "adapter_model.safetensors").exists():
-        raise ValueError(f"{folder}: no adapter_model.safetensors in it")
-    weights = load_peft_weights(str(folder), device="cpu")
-    outcome = set_peft_model_state_dict(model, weights)
-    missing = [key for key in outcome.missing_keys if "lora_" in key]
-    odd = [*missing, *outcome.unexpected_keys]
-    if odd:
-        raise ValueError(f"{folder}: adapter of another model; {odd[0]!r} does not match")
 
 
 def read_corpus(config: RunConfig, tokenizer: Any) -> Corpus:

@@ -371,8 +371,9 @@ def _fidelity_jobs(folder: RunFolder, config: RunConfig, expected: _Expected, wh
 
 
 def _measure_fidelity(root: Path, stage: str, index: int, seed: int) -> None:
+    from lcsb.adapter_files import load_adapter
     from lcsb.measure.fidelity import measure_fidelity
-    from lcsb.prepare import language_batch, layers_per_step, load_adapter, prepare
+    from lcsb.prepare import language_batch, layers_per_step, prepare
 
     folder = RunFolder(root)
     config = RunConfig.read(folder.config)
