@@ -223,6 +223,46 @@ def run_(run: Run) -> None:
 
 
 @app.command()
+def evaluate(
+    task: Annotated[str, typer.Option(help="A task's name, a .jsonl or text file, or owner/name of the hub.")],
+    adapter: Annotated[Path | None, typer.Option(help="Folder of a PEFT adapter; the base alone if left out.")] = None,
+    model: Annotated[str | None, typer.Option(help="Base model; default: what the adapter was trained on.")] = None,
+    quantization: Annotated[str, typer.Option(help="nf4, fp4, int8 or none.")] = "nf4",
+    path: Annotated[Path | None, typer.Option(help="Folder with the named tasks' files; or LCSB_DATA.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Only so many rows or questions; windows of a text.")] = None,
+    window: Annotated[int, typer.Option(help="Most tokens of a row or window.")] = 512,
+    stride: Annotated[int | None, typer.Option(help="Of a text's windows; default half a window.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Rows at once; changes no figure.")] = 4,
+    text_field: Annotated[str, typer.Option(help="Field of a .jsonl file of texts.")] = "text",
+    size: Annotated[str, typer.Option(help="full: gsm8k also by exact match of 100 generated answers.")] = "standard",
+    harness: Annotated[bool, typer.Option("--harness", help="By lm-evaluation-harness (extra eval).")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Score a model, with an adapter or without, on a task: perplexity, accuracy, loss of answers.
+
+    Examples: [bold]lcsb evaluate --task arc-challenge --path data --limit 100[/]
+    [bold]lcsb evaluate --adapter runs/mine/arms/full/seed-0/adapter --task wikitext-2 --path data[/]
+    """
+    from lcsb.evaluate_command import EvaluateOptions, evaluate_task
+
+    options = EvaluateOptions(
+        task, adapter, model, quantization, path, limit, window, stride, batch_size, text_field, size, harness
+    )
+    result = evaluate_task(options, _progress())
+    if as_json:
+        _print_json({"task": result.task, "metrics": result.metrics, "counts": result.counts})
+        return
+    from rich.table import Table
+
+    table = Table("figure", "value", title=result.task, title_justify="left")
+    for name, value in result.metrics.items():
+        table.add_row(name, "not finite" if value is None else f"{value:.6g}")
+    console.print(table)
+    counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in result.counts.items())
+    console.print(counts, highlight=False, soft_wrap=True)
+
+
+@app.command()
 def judge(run: Run, claims: Claims = None, gate: Gate = False, as_json: AsJson = False) -> None:
     """Fourth stage: two verdicts a claim, the paper's claim and our prediction; writes verdicts.json.
 

@@ -91,7 +91,7 @@ class Corpus:
         return (
             f"{self.source}: {c['rows_used']} rows used, {c['rows_dropped']} dropped{masked}; {c['text_tokens']} "
             f"tokens, {c['tokens_dropped']} dropped; {c['train_windows']} training and {c['held_out_windows']} "
-            f"held-out {unit} {self.train.shape[1]}"
+            f"held-out {unit} {max(self.train.shape[1], self.held_out.shape[1])}"
         )
 
 

@@ -266,7 +266,8 @@ def _questions(
     right: list[RowLoss] = []
     for question in questions:
         choices = [next(scored) for _ in question.choices]
-        totals = [choice.total for choice in choices]
+        # A loss that is not a number is the worst of all.
+        totals = [choice.total if math.isfinite(choice.total) else math.inf for choice in choices]
         # Lengths without the space that joins a choice to its prompt.
         by_length = [total / len(text.lstrip()) for total, text in zip(totals, question.choices, strict=True)]
         hits.append(totals.index(min(totals)) == question.right)
@@ -311,9 +312,11 @@ def _exact_match(
                 do_sample=False,
                 use_cache=True,
                 pad_token_id=pad_id(tokenizer),
+                stop_strings=["Question:"],
+                tokenizer=tokenizer,
             )
-            said = tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
-            hits.append(final_number(said) == final_number(passage.text[start:stop]))
+            said = final_number(tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True))
+            hits.append(said is not None and said == final_number(passage.text[start:stop]))
             if progress is not None:
                 progress(done, len(passages))
     return _accuracy("exact_match", hits)
