@@ -1,15 +1,15 @@
-"""Many runs at once: one tensor program over seeds and learning rates, one point a column, float64.
+"""Many runs at once: one tensor program over seeds, learning rates and arms, one run a column, float64.
 
-A step reads the gradient of the selected block alone (cost n |block| a run on a quadratic) and updates in place.
-Runs whose orders differ (random orders, one stream a run) use one full gradient and a mask. The step's equations are
-those of `bcd_theory.momentum`.
+Where all runs visit the same blocks, a step reads the gradient of the selected block alone (cost n |block| a run on a
+quadratic); else one full gradient and a mask. Runs of different arms differ in numbers a column, not in code: `sgd` is
+`sgd-ema` at momentum 0 with frozen idle layers. The step's equations are those of `bcd_theory.momentum`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -17,40 +17,19 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from bcd_theory.partition import Partition
+from simulations.arms import EVERY_BLOCK, MEASURED, blocks_of, importance_draws
+from simulations.arms import ORDERS as ORDERS
+from simulations.arms import Arm as Arm
+from simulations.arms import Grid as Grid
+from simulations.arms import block_sequence as block_sequence
+from simulations.arms import grid as grid
+from simulations.descent import descend
 from simulations.problems.base import Problem, block_rows
+from simulations.problems.quadratic import Quadratic
 
 Array = NDArray[np.float64]
-Optimizer = Literal["sgd", "sgd-ema", "heavy-ball", "adamw"]
-ORDERS = ("full", "cyclic", "reversed", "shuffled", "random", "importance", "greedy")
 Noise = Callable[[int], Tensor]
-
-
-@dataclass(frozen=True)
-class Arm:
-    """What is done at each step. betas: (beta1, beta2) of AdamW; `momentum`: beta of sgd-ema and heavy-ball.
-
-    order `interleaved` is `cyclic` on interleaved blocks, which belong to the problem. `importance` draws a block
-    with probability proportional to its gradient norm, `greedy` takes the largest; both read the full gradient.
-    """
-
-    name: str
-    optimizer: Optimizer = "sgd"
-    idle: Literal["momentum", "frozen"] = "momentum"
-    order: str = "cyclic"
-    momentum: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.order not in ORDERS:
-            raise ValueError(f"order is {self.order!r}, expected one of {', '.join(ORDERS)}")
-        if self.optimizer not in ("sgd", "sgd-ema", "heavy-ball", "adamw"):
-            raise ValueError(f"optimizer is {self.optimizer!r}, expected sgd, sgd-ema, heavy-ball or adamw")
-        if self.idle not in ("momentum", "frozen"):
-            raise ValueError(f"idle is {self.idle!r}, expected 'momentum' or 'frozen'")
-        if not 0.0 <= self.momentum < 1.0:
-            raise ValueError(f"momentum is {self.momentum}, expected a number in [0, 1)")
+Rows = slice | Tensor
 
 
 @dataclass
@@ -63,30 +42,9 @@ class Runs:
     m: Tensor | None
 
 
-def block_sequence(arm: Arm, partition: Partition, steps: int, seeds: ArrayLike) -> NDArray[np.intp] | None:
-    """Blocks by step: shape (steps,) where all runs agree, (steps, runs) where each draws its own; None if measured."""
-    p, t = len(partition), np.arange(steps)
-    if arm.order == "full":
-        return np.full(steps, -1)
-    if arm.order == "cyclic":
-        return t % p
-    if arm.order == "reversed":
-        return p - 1 - t % p
-    if arm.order in ("importance", "greedy"):
-        return None
-    columns = []
-    for seed in np.atleast_1d(np.asarray(seeds)):
-        rng = np.random.default_rng([int(seed), ORDERS.index(arm.order)])
-        if arm.order == "shuffled":
-            columns.append(np.concatenate([rng.permutation(p) for _ in range(-(-steps // p))])[:steps])
-        else:
-            columns.append(rng.integers(p, size=steps))
-    return np.stack(columns, axis=1)
-
-
 def run(
     problem: Problem,
-    arm: Arm,
+    arm: Arm | Sequence[Arm],
     start: ArrayLike,
     learning_rates: ArrayLike,
     steps: int,
@@ -95,14 +53,22 @@ def run(
     record_every: int = 1,
     noise: Noise | None = None,
     observe: Callable[[int, Tensor, Tensor | None], None] | None = None,
+    threads: int | None = 1,
 ) -> Runs:
-    """All runs of one arm.
+    """All runs in one program. `grid` makes the columns of a product of arms, learning rates and seeds.
 
+    problem         one for all runs, or one that holds a problem for each column (`OwnQuadratics`)
+    arm             of all runs, or a sequence of one arm a run
     start           (n, runs), or (n,) for all runs
     learning_rates  (runs,) or one number
     seeds           (runs,), of the orders that draw; default 0, 1, ...
     noise           noise(t) of shape (n, runs), added to the gradient read at step t
     observe         called with (t, x, m) after step t
+    threads         of torch while this runs; None leaves them. An operation takes microseconds, so more than one
+                    gains little, and loses a hundredfold where another process holds a core.
+
+    Plain descent on a `Quadratic` without noise, weight decay and observer goes by `simulations.descent`. Raises
+    ValueError for shapes that do not fit.
     """
     if steps < 0 or record_every < 1:
         raise ValueError(f"steps {steps}, record_every {record_every}: expected at least 0 and 1")
@@ -110,151 +76,255 @@ def run(
     x = torch.as_tensor(np.array(start, dtype=np.float64))
     eta = torch.as_tensor(np.array(np.atleast_1d(learning_rates), dtype=np.float64))
     x = x[:, None] if x.ndim == 1 else x
-    runs = max(x.shape[1], len(eta))
-    if x.shape[0] != n or x.shape[1] not in (1, runs) or len(eta) not in (1, runs):
+    given = 1 if isinstance(arm, Arm) else len(arm)
+    runs = max(x.shape[1], len(eta), given)
+    if x.shape[0] != n or any(count not in (1, runs) for count in (x.shape[1], len(eta), given)):
         raise ValueError(
-            f"start has shape {tuple(x.shape)}, learning_rates {len(eta)}, expected {n} x runs and runs"
+            f"start has shape {tuple(x.shape)}, learning_rates {len(eta)}, arms {given}, expected {n} x runs, runs "
+            "and runs, or 1 for all runs"
         )
+    own = getattr(problem, "runs", None)
+    if own not in (None, runs):
+        raise ValueError(f"the problem holds {own} runs, found {runs} of start, learning_rates and arms")
+    arms = [arm] * runs if isinstance(arm, Arm) else list(arm) * (runs // given)
     x, eta = x.expand(n, runs).clone(), eta.expand(runs).contiguous()
     seeds = np.arange(runs) if seeds is None else np.asarray(seeds)
-    rows = block_rows(problem.partition)
-    sequence = block_sequence(arm, problem.partition, steps, seeds)
-    shared = sequence is not None and sequence.ndim == 1
-    owner = torch.empty(n, dtype=torch.long)
-    for j, block in enumerate(problem.partition.arrays()):
+    if seeds.shape != (runs,):
+        raise ValueError(f"seeds has shape {seeds.shape}, expected ({runs},)")
+    plan = _Plan(arms, problem.partition, steps, seeds)
+    at = np.arange(0, steps + 1, record_every)
+    with _threads(threads):
+        plain = all(one.optimizer == "sgd" and not one.weight_decay for one in plan.distinct)
+        if (
+            isinstance(problem, Quadratic) and plain and noise is None and observe is None and plan.shared
+            and EVERY_BLOCK not in plan.sequence
+        ):  # fmt: skip
+            losses = descend(problem, plan.partition, plan.sequence, x, eta, record_every)
+            return Runs(at, losses.numpy(), x, None)
+        losses = torch.empty((len(at), runs), dtype=torch.float64)
+        losses[0] = problem.value(x)
+        update = _Update(arms, plan, x, eta)
+        for t, (g, where, mask) in enumerate(_gradients(problem, plan, x, steps, noise)):
+            update.step(g, where, mask)
+            if observe is not None:
+                observe(t, x, update.m)
+            if (t + 1) % record_every == 0:
+                losses[(t + 1) // record_every] = problem.value(x)
+    return Runs(at, losses.numpy(), x, update.m)
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if count is None else count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Plan:
+    """Which blocks each run visits. `shared`: all the same, known beforehand, and `sequence` has shape (steps,)."""
+
+    def __init__(
+        self, arms: Sequence[Arm], partition: Partition, steps: int, seeds: NDArray[np.intp]
+    ) -> None:
+        self.distinct = list(dict.fromkeys(arms))
+        places = {one: np.array([i for i, arm in enumerate(arms) if arm == one]) for one in self.distinct}
+        found = [block_sequence(one, partition, steps, seeds[places[one]]) for one in self.distinct]
+        blocks = [blocks_of(one, partition) for one in self.distinct]
+        first = found[0]
+        self.partition = blocks[0]
+        self.shared = (
+            first is not None and first.ndim == 1 and all(other == blocks[0] for other in blocks)
+            and all(other is not None and np.array_equal(other, first) for other in found)
+        )  # fmt: skip
+        runs = len(arms)
+        self.draws = np.zeros((0, runs))
+        self.greedy = torch.tensor([arm.order == "greedy" and arm.sequence is None for arm in arms])
+        if self.shared:
+            assert first is not None
+            self.sequence = first
+            self.owner = _owner(blocks[0])[:, None]
+            return
+        self.sequence = np.empty((steps, runs), dtype=np.intp)
+        for one, sequence in zip(self.distinct, found, strict=True):
+            self.sequence[:, places[one]] = (
+                MEASURED if sequence is None else sequence.reshape(steps, -1)
+            )  # one column of an order that all share fills its runs
+        # One owner a row where the blocks are the same, else one for each run.
+        if all(other == blocks[0] for other in blocks):
+            self.owner = _owner(blocks[0])[:, None]
+        else:
+            self.owner = torch.empty((partition.n, runs), dtype=torch.long)
+            for one, own in zip(self.distinct, blocks, strict=True):
+                self.owner[:, torch.from_numpy(places[one])] = _owner(own)[:, None]
+        if any(sequence is None for sequence in found):
+            self.draws = np.zeros((steps, runs))
+            for i, arm in enumerate(arms):
+                if arm.order == "importance" and arm.sequence is None:
+                    self.draws[:, i] = importance_draws(arm, steps, int(seeds[i]))
+
+    def chosen(self, t: int, g: Tensor) -> Tensor:
+        """Block of each run at step t, (runs,); g: the full gradient without noise."""
+        known = torch.from_numpy(self.sequence[t])
+        if not len(self.draws):
+            return known
+        p = len(self.partition)
+        owner = self.owner.expand_as(g)
+        squares = torch.zeros((p, g.shape[1]), dtype=torch.float64).scatter_add_(0, owner, g * g)
+        total = squares.sqrt().numpy().cumsum(axis=0)
+        drawn = np.minimum((total <= self.draws[t] * total[-1]).sum(0), p - 1)
+        measured = torch.where(self.greedy, squares.argmax(0), torch.from_numpy(drawn))
+        return torch.where(known == MEASURED, measured, known)
+
+
+def _owner(partition: Partition) -> Tensor:
+    owner = torch.empty(partition.n, dtype=torch.long)
+    for j, block in enumerate(partition.arrays()):
         owner[torch.from_numpy(block)] = j
-    rngs = (
-        [np.random.default_rng([int(s), ORDERS.index(arm.order)]) for s in seeds] if sequence is None else []
-    )
-    update = _Update(arm, x, eta)
+    return owner
+
+
+def _gradients(
+    problem: Problem, plan: _Plan, x: Tensor, steps: int, noise: Noise | None
+) -> Iterator[tuple[Tensor, Rows, Tensor | None]]:
+    """For each step (g, where, mask): g holds the rows `where`, of which the mask, (n, runs), says which are read."""
+    n, runs = x.shape
     everything = slice(0, n)
-    buffers = [torch.empty((len(b), runs), dtype=torch.float64) for b in problem.partition]
     whole = torch.empty((n, runs), dtype=torch.float64)
-    at, losses = [0], [problem.value(x)]
-    # Plain exact descent on a quadratic: the loss follows from the block's step, and is read afresh once a cycle.
-    change = getattr(problem, "change", None) if shared and noise is None else None
-    if arm.optimizer != "sgd" or arm.weight_decay or record_every > 1 or arm.order == "full":
-        change = None
-    for t in range(steps):
-        known = None
-        if shared:
-            assert sequence is not None
-            j = int(sequence[t])
+    if plan.shared:
+        rows = block_rows(plan.partition)
+        buffers = [torch.empty((len(b), runs), dtype=torch.float64) for b in plan.partition]
+        for t, j in enumerate(plan.sequence.tolist()):
             where = everything if j < 0 else rows[j]
             g = problem.gradient(x, where, whole if j < 0 else buffers[j])
-            if noise is not None:
-                g = g + noise(t)[where]
-            known = losses[-1] + change(g, where, eta) if change is not None and (t + 1) % len(rows) else None
-            update.block(g, where)
-        else:
-            # Where the gradient that a step reads depends on what else is selected, each block is read alone.
-            alone = getattr(problem, "block_gradients", None)
-            g = problem.gradient(x, everything, whole) if alone is None else alone(x)
-            chosen = (
-                torch.from_numpy(sequence[t])
-                if sequence is not None
-                else _measured(arm, g, owner, len(rows), rngs)
-            )
-            if noise is not None:
-                g = g + noise(t)
-            update.masked(g, owner[:, None] == chosen[None, :])
-        if observe is not None:
-            observe(t, x, update.m)
-        if (t + 1) % record_every == 0:
-            at.append(t + 1)
-            losses.append(problem.value(x) if known is None else known)
-    return Runs(np.array(at), torch.stack(losses).numpy(), x, update.m)
-
-
-def _measured(arm: Arm, g: Tensor, owner: Tensor, p: int, rngs: list[np.random.Generator]) -> Tensor:
-    squares = torch.zeros((p, g.shape[1]), dtype=torch.float64).index_add_(0, owner, g * g)
-    if arm.order == "greedy":
-        return squares.argmax(0)
-    norms = squares.sqrt().numpy()
-    total = np.cumsum(norms, axis=0)
-    draws = np.array([rng.random() for rng in rngs]) * total[-1]
-    return torch.from_numpy(np.minimum((total <= draws).sum(0), p - 1))
+            yield g if noise is None else g + noise(t)[where], where, None
+        return
+    for t in range(steps):
+        g = problem.gradient(x, everything, whole)
+        chosen = plan.chosen(t, g)
+        yield g if noise is None else g + noise(t), everything, (plan.owner == chosen) | (chosen < 0)
 
 
 class _Update:
-    """The optimiser's state and its step, in place."""
+    """The optimisers' state, (n, runs), and their step in place. Numbers that differ by run are rows (runs,)."""
 
-    def __init__(self, arm: Arm, x: Tensor, eta: Tensor) -> None:
-        self.arm, self.x, self.eta = arm, x, eta
-        self.views: dict[int, tuple[Tensor, Tensor]] = {}
-        self.rates = eta.expand_as(x).contiguous() if arm.optimizer == "sgd" else eta
-        self.m = None if arm.optimizer == "sgd" else torch.zeros_like(x)
-        adam = arm.optimizer == "adamw"
-        self.v = torch.zeros_like(x) if adam else None
-        # Under idle `momentum` every count is the step's number; `frozen` counts a block's own steps.
-        self.count = torch.zeros_like(x) if adam else None
-        self.beta = arm.betas[0] if adam else arm.momentum
-        self.gain = 1.0 if arm.optimizer == "heavy-ball" else 1.0 - self.beta
+    def __init__(self, arms: Sequence[Arm], plan: _Plan, x: Tensor, eta: Tensor) -> None:
+        self.x, self.eta = x, eta
+        self.rates = eta.expand_as(x).contiguous()
+        adam = [arm.optimizer == "adamw" for arm in arms]
+        plain = [arm.optimizer == "sgd" for arm in arms]
+        betas = [
+            0.0 if arm.optimizer == "sgd" else arm.betas[0] if arm.optimizer == "adamw" else arm.momentum
+            for arm in arms
+        ]
+        self.beta = _by_run(betas)
+        self.gain = _by_run(
+            [
+                1.0 if arm.optimizer in ("heavy-ball", "sgd") else 1.0 - b
+                for arm, b in zip(arms, betas, strict=True)
+            ]
+        )
+        self.beta2, self.eps = _by_run([arm.betas[1] for arm in arms]), _by_run([arm.eps for arm in arms])
+        decay = [arm.weight_decay for arm in arms]
+        self.keep = None if not any(decay) else 1.0 - eta * torch.tensor(decay, dtype=torch.float64)
+        # Runs whose unselected coordinates move too.
+        self.moving = torch.tensor([arm.idle == "momentum" and arm.optimizer != "sgd" for arm in arms])
+        self.all_move, self.none_move = bool(self.moving.all()), not self.moving.any()
+        self.plain = all(plain)
+        self.m = None if self.plain else torch.zeros_like(x)
+        self.adam = torch.tensor(adam)
+        self.v: Tensor | None = None
+        if any(adam):
+            self.v = torch.zeros_like(x)
+            # beta^count of the bias corrections; one column where all runs count alike.
+            alike = plan.shared and isinstance(self.beta, float) and isinstance(self.beta2, float)
+            alike = alike and (self.all_move or self.none_move)
+            self.powers = [
+                torch.ones((len(x), 1 if alike else x.shape[1]), dtype=torch.float64) for _ in "mv"
+            ]
 
-    def block(self, g: Tensor, where: slice | Tensor) -> None:
-        if self.m is None:
-            if isinstance(where, slice):
-                if self.arm.weight_decay:
-                    self._decay(where)
-                # Rates spelled out for every row: three times as fast as a broadcast.
-                if where.start not in self.views or len(self.views[where.start][0]) != len(g):
-                    self.views[where.start] = self.x[where], self.rates[: len(g)]
-                view, rates = self.views[where.start]
-                view.addcmul_(g, rates, value=-1.0)
-            else:
-                self._decay(where)
-                self.x[where] = self.x[where] - self.eta * g
-            return
+    def step(self, g: Tensor, where: Rows, mask: Tensor | None) -> None:
         whole = isinstance(where, slice) and where == slice(0, len(self.x))
-        if self.arm.idle == "frozen" or whole:
-            self.m[where] = self.beta * self.m[where] + self.gain * g
-            if self.v is not None and self.count is not None:
-                self.v[where] = self.arm.betas[1] * self.v[where] + (1 - self.arm.betas[1]) * g * g
-                self.count[where] += 1
-            self._decay(where)
-            self.x[where] = self.x[where] - self.eta * self._direction(where)
-            return
-        self.m *= self.beta
-        self.m[where] += self.gain * g
-        if self.v is not None and self.count is not None:
-            self.v *= self.arm.betas[1]
-            self.v[where] += (1 - self.arm.betas[1]) * g * g
-            self.count += 1
-        everything = slice(None)
-        self._decay(everything)
-        if self.v is None:
-            self.x.addcmul_(self.m, self.eta, value=-1.0)
+        if mask is not None:
+            self._masked(g, mask)
+        elif whole or self.none_move:
+            self._rows(g, where)
+        elif self.all_move:
+            self._everything(g, where)
         else:
-            self.x -= self.eta * self._direction(everything)
+            full = torch.zeros_like(self.x)
+            full[where] = g
+            mask = torch.zeros((len(self.x), 1), dtype=torch.bool)
+            mask[where] = True
+            self._masked(full, mask.expand_as(self.x))
 
-    def masked(self, g: Tensor, mask: Tensor) -> None:
-        everything = slice(None)
+    def _rows(self, g: Tensor, where: Rows) -> None:
+        """Only the rows `where` move, in every run."""
+        view = isinstance(where, slice)
+        x = self.x[where]
+        if self.keep is not None:
+            x = x.mul_(self.keep)
         if self.m is None:
-            if self.arm.weight_decay:
-                self.x *= torch.where(mask, 1.0 - self.eta * self.arm.weight_decay, 1.0)
-            self.x -= self.eta * torch.where(mask, g, 0.0)
-            return
-        frozen = self.arm.idle == "frozen"
-        g = torch.where(mask, g, 0.0)
-        moves = mask if frozen else torch.ones_like(mask)
-        self.m.copy_(torch.where(moves, self.beta * self.m + self.gain * g, self.m))
-        if self.v is not None and self.count is not None:
-            beta2 = self.arm.betas[1]
-            self.v.copy_(torch.where(moves, beta2 * self.v + (1 - beta2) * g * g, self.v))
-            self.count += moves
-        if self.arm.weight_decay:
-            self.x *= torch.where(moves, 1.0 - self.eta * self.arm.weight_decay, 1.0)
-        self.x -= torch.where(moves, self.eta * self._direction(everything), 0.0)
+            x.addcmul_(g, self.rates[: len(g)], value=-1.0)
+        else:
+            m = self.m[where].mul_(self.beta).add_(g * self.gain)
+            moments = [(self.m, m)]
+            direction = m
+            if self.v is not None:
+                v = self.v[where].mul_(self.beta2).add_(g * g * (1 - self.beta2))
+                powers = [
+                    power[where].mul_(beta)
+                    for power, beta in zip(self.powers, (self.beta, self.beta2), strict=True)
+                ]
+                direction = self._direction(m, v, powers)
+                moments += [(self.v, v), *zip(self.powers, powers, strict=True)]
+            x.addcmul_(direction, self.rates[: len(g)], value=-1.0)
+            if not view:
+                for state, new in moments:
+                    state[where] = new
+        if not view:
+            self.x[where] = x
 
-    def _decay(self, where: slice | Tensor) -> None:
-        if self.arm.weight_decay:
-            self.x[where] = self.x[where] * (1.0 - self.eta * self.arm.weight_decay)
-
-    def _direction(self, where: slice | Tensor) -> Tensor:
+    def _everything(self, g: Tensor, where: Rows) -> None:
+        """Every row moves in every run; g is the gradient of the rows `where`, 0 elsewhere."""
         assert self.m is not None
-        if self.v is None or self.count is None:
-            return self.m[where]
-        beta1, beta2 = self.arm.betas
-        count = self.count[where].clamp(min=1.0)
-        m_hat = self.m[where] / (1 - beta1**count)
-        return m_hat / ((self.v[where] / (1 - beta2**count)).sqrt() + self.arm.eps)
+        self.m.mul_(self.beta)
+        self.m[where] += g * self.gain
+        direction = self.m
+        if self.v is not None:
+            self.v.mul_(self.beta2)
+            self.v[where] += g * g * (1 - self.beta2)
+            for power, beta in zip(self.powers, (self.beta, self.beta2), strict=True):
+                power.mul_(beta)
+            direction = self._direction(self.m, self.v, self.powers)
+        if self.keep is not None:
+            self.x.mul_(self.keep)
+        self.x.addcmul_(direction, self.rates, value=-1.0)
+
+    def _masked(self, g: Tensor, mask: Tensor) -> None:
+        """g is read where the mask says so; the rest is idle."""
+        g = torch.where(mask, g, 0.0)
+        moves = mask | self.moving
+        direction = g
+        if self.m is not None:
+            direction = self.m.copy_(torch.where(moves, self.m * self.beta + g * self.gain, self.m))
+            if self.v is not None:
+                new = self.v * self.beta2 + g * g * (1 - self.beta2)
+                self.v.copy_(torch.where(moves, new, self.v))
+                for power, beta in zip(self.powers, (self.beta, self.beta2), strict=True):
+                    power.mul_(torch.where(moves, torch.as_tensor(beta, dtype=torch.float64), 1.0))
+                direction = self._direction(self.m, self.v, self.powers)
+        if self.keep is not None:
+            self.x.mul_(torch.where(moves, self.keep, 1.0))
+        self.x.sub_(torch.where(moves, self.rates * direction, 0.0))
+
+    def _direction(self, m: Tensor, v: Tensor, powers: Sequence[Tensor]) -> Tensor:
+        direction = (m / (1 - powers[0])) / ((v / (1 - powers[1])).sqrt() + self.eps)
+        return direction if bool(self.adam.all()) else torch.where(self.adam, direction, m)
+
+
+def _by_run(values: Sequence[float]) -> float | Tensor:
+    """One number where all runs agree, else (runs,)."""
+    return values[0] if len(set(values)) == 1 else torch.tensor(values, dtype=torch.float64)
