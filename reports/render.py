@@ -91,7 +91,6 @@ def _draw(plot: Plot, run: Run) -> Drawn:
     with style():
         wide, narrow = (render_svg(plot.draw(is_narrow)) for is_narrow in (False, True))
     write_text(run.folder.figures / f"{plot.name}.svg", standalone(wide, plot.title))
-    packed = base64.b64encode(json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode()).decode()
     return Drawn(
         plot.name,
         plot.title,
@@ -100,16 +99,12 @@ def _draw(plot: Plot, run: Run) -> Drawn:
         Markup(inline(wide, f"{plot.name}-wide", plot.label)),
         Markup(inline(narrow, f"{plot.name}-narrow", plot.label)),
         plot.table,
-        f"data:application/json;base64,{packed}",
+        packed(data),
     )
 
 
 def page(run: Run, verdicts: Verdicts, drawn: list[Drawn]) -> str:
     """The page's text."""
-    environment = Environment(
-        loader=PackageLoader("reports"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-    )
-    environment.filters |= {"numbers": numbers, "tested": _tested, "numeric": _numeric, "tight": tight}
     shown = {plot.name for plot in drawn}
     used = {name for entry in verdicts.verdicts if _tested(entry) for name in entry.theorems}
     theorems = [(name, theorem) for name, theorem in THEOREMS.items() if name in used]
@@ -123,17 +118,14 @@ def page(run: Run, verdicts: Verdicts, drawn: list[Drawn]) -> str:
         ("run", "The run"),
         ("reproduce", "Reproduce"),
     ]
-    return environment.get_template("report.html").render(
+    return templates().get_template("report.html").render(
         run=run,
         verdicts=verdicts,
         drawn=drawn,
         groups=GROUPS,
         sections=sections,
         icons=ICONS,
-        palette={
-            "light": _variables(0),
-            "dark": _variables(1),
-        },
+        palette=palette(),
         summary=summary(verdicts),
         facts=_facts(run),
         untested=[entry for entry in verdicts.verdicts if not _tested(entry)],
@@ -143,6 +135,26 @@ def page(run: Run, verdicts: Verdicts, drawn: list[Drawn]) -> str:
         settings=_settings(run),
         command=reproduce_command(run.config),
     )
+
+
+def templates() -> Environment:
+    """Jinja with this package's templates and filters."""
+    environment = Environment(
+        loader=PackageLoader("reports"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    environment.filters |= {"numbers": numbers, "tested": _tested, "numeric": _numeric, "tight": tight}
+    return environment
+
+
+def palette() -> dict[str, Markup]:
+    """Colour variables of both schemes, for the style sheet."""
+    return {"light": _variables(0), "dark": _variables(1)}
+
+
+def packed(data: Any) -> str:
+    """JSON as a data address, so that a page can offer it without a second file."""
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
+    return f"data:application/json;base64,{base64.b64encode(text.encode()).decode()}"
 
 
 def _variables(scheme: int) -> Markup:
