@@ -10,7 +10,7 @@
 #   PYTEST_ARGS="-k schedule"       passed to pytest; PYTEST_WORKERS=0 runs in one process
 
 PYTHON ?= python3
-EXTRAS ?= demo,dev,pep,peers,cluster
+EXTRAS ?= demo,dev,pep,peers,cluster,eval
 PIP_ARGS ?=
 VALIDATE_ARGS ?=
 PYTEST_ARGS ?=

@@ -24,6 +24,7 @@ from lcsb.tasks.load import Item
 
 EXACT_MATCH_ITEMS = 100
 EXACT_MATCH_TOKENS = 320
+_QUESTION = "Question:"
 _LARGEST_EXPONENT = math.log(1e300)
 
 Progress = Callable[[int, int], None]
@@ -312,8 +313,7 @@ def _exact_match(
                 do_sample=False,
                 use_cache=True,
                 pad_token_id=pad_id(tokenizer),
-                stop_strings=["Question:"],
-                tokenizer=tokenizer,
+                stopping_criteria=[_next_question(tokenizer, len(ids))],
             )
             said = final_number(tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True))
             hits.append(said is not None and said == final_number(passage.text[start:stop]))
@@ -322,12 +322,21 @@ def _exact_match(
     return _accuracy("exact_match", hits)
 
 
+def _next_question(tokenizer: Any, start: int) -> Callable[..., torch.Tensor]:
+    # A model that has not learned to stop goes on with a question of its own. transformers' stop_strings would build a
+    # table over the vocabulary, and fails for some tokenizers.
+    def stop(ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.tensor([_QUESTION in tokenizer.decode(row[start:]) for row in ids], device=ids.device)
+
+    return stop
+
+
 def final_number(text: str) -> str | None:
     """The number after "####", without commas, currency signs and a closing full stop; None where there is none.
 
     What follows the next "Question:" is not looked at: a model that has not learned to stop goes on with another one.
     """
-    match = re.search(r"####\s*\$?\s*(-?\$?[\d,]*\.?\d+)", text.split("Question:")[0])
+    match = re.search(r"####\s*\$?\s*(-?\$?[\d,]*\.?\d+)", text.split(_QUESTION)[0])
     if match is None:
         return None
     number = match[1].replace(",", "").replace("$", "")

@@ -7,11 +7,17 @@ text its windows differ from ours, and it is refused.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import random
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
 
 from lcsb.data import jsonl_rows
 from lcsb.evaluate import Evaluation
@@ -108,19 +114,30 @@ def evaluate_by_harness(
         adapter = huggingface.HFLM(
             pretrained=model, tokenizer=tokenizer, batch_size=batch_size, device=str(model.device)
         )
-        results = lm_eval.simple_evaluate(
-            model=adapter,
-            tasks=[config],
-            task_manager=tasks.TaskManager(include_defaults=False),
-            limit=limit,
-            bootstrap_iters=1 if template.startswith("arc") else 0,  # 0 also takes away the closed-form errors
-            log_samples=True,
-            random_seed=None,
-            numpy_random_seed=None,
-            torch_random_seed=None,
-            fewshot_random_seed=None,
-        )
+        with _global_random_state():
+            results = lm_eval.simple_evaluate(
+                model=adapter,
+                tasks=[config],
+                task_manager=tasks.TaskManager(include_defaults=False),
+                limit=limit,
+                bootstrap_iters=1
+                if template.startswith("arc")
+                else 0,  # 0 takes the closed-form errors away too
+                log_samples=True,
+            )
     return _result(task, name, results)
+
+
+@contextlib.contextmanager
+def _global_random_state() -> Iterator[None]:
+    """The harness seeds and draws from the process's generators; put them back."""
+    state, array_state = random.getstate(), np.random.get_state()  # noqa: NPY002
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(state)
+        np.random.set_state(array_state)  # noqa: NPY002
 
 
 def _data(task: str, path: str | Path | None) -> tuple[str, dict[str, Any]]:
