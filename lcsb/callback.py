@@ -13,6 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from lcsb.config import LCSBConfig
+from lcsb.distributed import Replicas
 from lcsb.optim import check_optimizer, keeps_state
 from lcsb.selective import SelectiveBackward, selective_backward
 
@@ -67,6 +68,8 @@ class LCSBCallback(TrainerCallback, ExportableState):
         self.lcsb: SelectiveBackward | None = None
         #: steps not taken in this training, by reason
         self.skipped = {"empty": 0, "nonfinite": 0}
+        #: the processes that train together; LCSBTrainer sets it
+        self.replicas = Replicas(alone=True)
         #: whether targets are counted when the model is called (False: the trainer calls `count`)
         self.counts_in_forward = True
         self._hook: Any = None
@@ -104,6 +107,11 @@ class LCSBCallback(TrainerCallback, ExportableState):
         self.close()
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         refuse_options(args)
+        if args.world_size != self.replicas.size:
+            raise ValueError(
+                f"{type(self).__name__} in {args.world_size} processes, expected 1: a plain Trainer wraps the model in "
+                "DistributedDataParallel, which reduces every layer; use LCSBTrainer"
+            )
         lcsb = selective_backward(model, self.config, seed=args.seed)
         self.skipped = {"empty": 0, "nonfinite": 0}
         saved = state.stateful_callbacks.get(type(self).__name__)
@@ -127,6 +135,7 @@ class LCSBCallback(TrainerCallback, ExportableState):
                 )
         check_optimizer(optimizer, lcsb.parameters(), self.config.idle)
         _say_if_low_precision(lcsb)
+        self.replicas.attach(lcsb)
         self.lcsb = lcsb.__enter__()
         self._hook = model.register_forward_pre_hook(self._look, with_kwargs=True)
 
@@ -178,10 +187,18 @@ class LCSBCallback(TrainerCallback, ExportableState):
             self.count(kwargs)
 
     def count(self, inputs: Mapping[str, Any]) -> int | None:
-        """Add a micro-batch's targets to those of the step; returns them (None: it carries no labels)."""
+        """Add a micro-batch's targets (of all processes) to the step's; returns them (None: it carries no labels)."""
         targets = trained_tokens(inputs)
+        if targets is not None:
+            everywhere = self.replicas.agree(torch.tensor([targets], dtype=torch.float64), "sum")
+            targets = int(everywhere.item())
         self._targets = None if targets is None or self._targets is None else self._targets + targets
         return targets
+
+    def average_gradients(self) -> None:
+        """Average the gradients of what this step trains over the processes, after its last backward pass."""
+        if self._targets != 0:
+            self.replicas.average_gradients(self._running().trained_parameters())
 
     def judge(self, state: TrainerState, optimizer: Any) -> None:
         """Decide whether the step is taken, from its labels and gradients; clears the gradients if it is not.

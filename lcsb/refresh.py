@@ -150,10 +150,15 @@ class Refresh:
                     truth[index][name] = truth[index][name].clone()  # more micro-batches may be added to it
         return selected
 
+    def _norm(self, gradient: Mapping[str, torch.Tensor]) -> float:
+        """2-norm of one layer's gradient; under several processes, of its mean over them."""
+        if self.agree is None or not gradient:
+            return inner(gradient, gradient) ** 0.5
+        flat = torch.cat([g.flatten() for g in gradient.values()])
+        return float(self.agree(flat, "mean").double().norm())
+
     def _draw(self, t: int, truth: Sequence[Mapping[str, torch.Tensor]]) -> tuple[int, ...] | None:
-        norms = torch.tensor([inner(truth[i], truth[i]) ** 0.5 for i in self.trainable], dtype=torch.float64)
-        if self.agree is not None:
-            norms = self.agree(norms, "mean")
+        norms = torch.tensor([self._norm(truth[i]) for i in self.trainable], dtype=torch.float64)
         if not bool(torch.isfinite(norms).all()):
             return None  # the step will not be taken: the gradient of all layers is not finite
         self.measured.schedule = {t: norms.tolist()}

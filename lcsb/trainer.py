@@ -20,6 +20,7 @@ from lcsb.callback import LCSBCallback as LCSBCallback
 from lcsb.callback import NothingTrainedError as NothingTrainedError
 from lcsb.callback import refuse_options
 from lcsb.config import LCSBConfig
+from lcsb.distributed import Replicas, refuse_unsupported_launch
 
 STATE_FILE = "trainer_state.json"
 
@@ -33,7 +34,8 @@ class LCSBTrainer(Trainer):
     - batches without a label are not run at all, also single ones among the batches that are accumulated;
     - a checkpoint is written to a temporary folder and renamed, so a folder `checkpoint-N` is complete;
       `train(resume_from_checkpoint=True)` takes the newest one;
-    - the model is not wrapped for distributed training.
+    - under several processes (torchrun, accelerate launch) the adapters start as rank 0's, and only the selected
+      layers' gradients are communicated, once a step, before clipping; the model is not wrapped.
 
     Args:
         lcsb: how layers are selected; defaults to `LCSBConfig()`.
@@ -61,6 +63,7 @@ class LCSBTrainer(Trainer):
             raise ValueError(
                 "callbacks: LCSBTrainer brings its own LCSBCallback; give it lcsb=LCSBConfig(...)"
             )
+        refuse_unsupported_launch()
         self._partial: Path | None = None
         self._to_push: Path | None = None
         super().__init__(*positional, callbacks=[LCSBCallback(lcsb), *(callbacks or [])], **arguments)
@@ -111,9 +114,11 @@ class LCSBTrainer(Trainer):
             model, *a, **{**k, "evaluation_mode": True}
         )
         try:
-            return super()._prepare_for_training(*positional, **arguments)
+            prepared = super()._prepare_for_training(*positional, **arguments)
         finally:
             del self.accelerator.prepare_model
+        self.lcsb.replicas = Replicas()
+        return prepared
 
     def _run_epoch(self, *positional: Any, **arguments: Any) -> None:
         if self.state.global_step >= self.state.max_steps:
@@ -136,8 +141,10 @@ class LCSBTrainer(Trainer):
             loss = torch.tensor(math.nan if empty else 0.0, device=self.args.device)
         else:
             loss = super().training_step(model, inputs, num_items_in_batch)
-        if self.accelerator.sync_gradients and getattr(self.accelerator, "scaler", None) is None:
-            callback.judge(self.state, self.optimizer)
+        if self.accelerator.sync_gradients:
+            callback.average_gradients()
+            if getattr(self.accelerator, "scaler", None) is None:
+                callback.judge(self.state, self.optimizer)
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -1,0 +1,121 @@
+"""Data parallel training in two processes (gloo): one process with the doubled batch; selected layers alone are sent."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import parallel_worker
+import pytest
+import tiny
+from safetensors.torch import load_file
+
+from lcsb.distributed import Replicas, refuse_unsupported_launch
+
+WORKER = Path(parallel_worker.__file__)
+LAUNCHERS = {
+    "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"],
+    # On a machine without GPUs this flag means: start the processes as torchrun does.
+    "accelerate": ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1",
+                   "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"],
+}  # fmt: skip
+
+
+def launch(out, batch, accumulation, config, variant="nothing", launcher="torchrun", check=True):
+    out.mkdir(exist_ok=True)
+    arguments = [str(WORKER), str(out), str(batch), str(accumulation), json.dumps(config), variant]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, *LAUNCHERS[launcher], *arguments], env=environment, capture_output=True, text=True
+    )
+    if check:
+        assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def read(out, rank):
+    return json.loads((out / f"rank-{rank}.json").read_text()), load_file(out / f"rank-{rank}.safetensors")
+
+
+CASES = {
+    "exact": {"layers_per_step": 1},
+    "certified": {"backward": "certified", "layers_per_step": 1, "refresh_every": 3},
+    "shuffled, frozen, mlp": {
+        "backward": "mlp",
+        "idle": "frozen",
+        "schedule": "shuffled",
+        "layers_per_step": 2,
+    },
+    "importance": {"schedule": "importance", "layers_per_step": 2, "refresh_every": 3},
+}
+FAST = ("exact", "certified")
+
+
+@pytest.mark.parametrize("case", [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
+def test_two_processes_are_one_with_the_doubled_batch(tmp_path, case):
+    """U51."""
+    launcher, accumulation = ("accelerate", 2) if case == "exact" else ("torchrun", 1)
+    launch(tmp_path / "two", 1, accumulation, CASES[case], launcher=launcher)
+    (tmp_path / "one").mkdir()
+    parallel_worker.main(tmp_path / "one", 2, accumulation, json.dumps(CASES[case]))
+    (first, weights), (second, others) = read(tmp_path / "two", 0), read(tmp_path / "two", 1)
+    alone, expected = read(tmp_path / "one", 0)
+    assert first["selected"] == second["selected"] == alone["selected"]
+    assert first["wrapped"] == "PeftModelForCausalLM"
+    assert first["norms"] == pytest.approx(alone["norms"], rel=1e-5)
+    for name, value in expected.items():
+        assert float((weights[name] - value).norm() / value.norm()) < 1e-6, name
+        assert (others[name] == weights[name]).all(), name
+    sizes = [
+        sum(
+            p.numel() * 4
+            for n, p in tiny.with_lora(tiny.llama()).named_parameters()
+            if f"layers.{i}." in n and "lora_" in n
+        )
+        for i in range(4)
+    ]
+    sent = sum(sizes[int(layer)] for step in first["selected"] for layer in step.split(","))
+    assert first["bytes"] == second["bytes"] == sent
+    assert alone["bytes"] == 0
+
+
+def test_callback_in_two_processes_is_refused(tmp_path):
+    done = launch(tmp_path / "two", 1, 1, {"layers_per_step": 1}, "callback", check=False)
+    assert done.returncode != 0
+    assert "LCSBCallback in 2 processes, expected 1" in done.stderr
+
+
+@pytest.mark.slow
+def test_processes_with_other_seeds_are_refused(tmp_path):
+    done = launch(
+        tmp_path / "two", 1, 1, {"schedule": "random", "layers_per_step": 1}, "other-seed", check=False
+    )
+    assert done.returncode != 0
+    assert "has another schedule than rank" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "name"), [("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed")]
+)
+def test_sharding_is_refused(monkeypatch, variable, name):
+    """U51."""
+    monkeypatch.setenv(variable, "true")
+    with pytest.raises(ValueError, match=f"{name} .{variable} is set.: not supported"):
+        refuse_unsupported_launch()
+
+
+def test_what_runs_in_one_process_says_so(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refuse_unsupported_launch()
+    with pytest.raises(ValueError, match="lcsb validate was started in 2 processes, expected 1"):
+        refuse_unsupported_launch("lcsb validate")
+
+
+def test_alone_nothing_happens():
+    replicas = Replicas()
+    assert (replicas.rank, replicas.size, replicas.bytes_sent) == (0, 1, 0)
+    replicas.average_gradients({})
+    replicas.wait()
