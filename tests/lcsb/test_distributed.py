@@ -1,4 +1,4 @@
-"""Data parallel training in two processes (gloo): one process with the doubled batch; selected layers alone are sent."""
+"""Data parallel training in two processes (gloo): one process with the doubled batch; only selected layers are sent."""
 
 from __future__ import annotations
 
