@@ -16,7 +16,14 @@ from torch import nn
 from lcsb.cache import cached_folder, file_sha256, folder_sha256
 from lcsb.gguf_files import BUILTIN_MODELS, builtin_gguf, copy_licence_note, read_gguf
 from lcsb.layers import named_decoder_layers
-from lcsb.quantized import check_shapes, make_trainable_safe, own_memory, parameter_bytes, set_compute_dtype
+from lcsb.quantized import (
+    check_shapes,
+    dequantized_weight,
+    make_trainable_safe,
+    own_memory,
+    parameter_bytes,
+    set_compute_dtype,
+)
 
 QUANTIZATIONS = ("nf4", "fp4", "int8", None)
 _COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -157,7 +164,11 @@ def attach_lora(
 
 
 def run_header(model: nn.Module) -> dict[str, Any]:
-    """What a run holds: class, weight bytes by kind, trainable parameters, types of compute and of the adapters."""
+    """What a run holds: class, weight bytes by kind, trainable parameters, types of compute and of the adapters.
+
+    `targets_near_zero` counts the adapted matrices without an element above 1e-6: an adapter there changes a part of
+    the model that was switched off. Optimiser moments have the adapters' type; the loss is computed in float32.
+    """
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     trainable = [p for p in model.parameters() if p.requires_grad]
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
@@ -166,6 +177,11 @@ def run_header(model: nn.Module) -> dict[str, Any]:
         "parameter_bytes": parameter_bytes(model),
         "compute_dtype": str(base.dtype).removeprefix("torch."),
         "trainable_dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in trainable}),
+        "targets_near_zero": sum(
+            float(dequantized_weight(module.base_layer).abs().max()) < 1e-6
+            for module in base.modules()
+            if hasattr(module, "lora_A") and hasattr(module.base_layer, "weight")
+        ),
         "trainable_parameters": sum(p.numel() for p in trainable),
         "tied_embeddings": head is not None and head.weight is embedding.weight,
         "device": str(next(model.parameters()).device.type),

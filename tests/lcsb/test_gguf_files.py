@@ -39,6 +39,7 @@ def write(path, arch="llama", qtype="F32", **changes):
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "gemma3"])
 @pytest.mark.parametrize("qtype", QTYPES)
 def test_every_tensor_is_the_reference_dequantisation(tmp_path, arch, qtype):
+    """U49: permuted rows of q and k, Gemma's norms, every type: equal to the reference dequantiser."""
     path = tmp_path / "tiny.gguf"
     expected = write(path, arch, qtype)
     model, tokenizer = read_gguf(path)
@@ -106,6 +107,7 @@ def test_path_loads_through_the_cache(tmp_path, model_cache, quantization):
 
 
 def test_refusals_name_the_file_and_the_fault(tmp_path):
+    """U49: a missing tensor, one left over, positions that cannot be read, an unknown type."""
     def refused(message, kind=ValueError, **changes):
         path = tmp_path / "faulty.gguf"
         write(path, **changes)

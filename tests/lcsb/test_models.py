@@ -109,7 +109,7 @@ def test_loaded_weights_are_the_quantised_source(sources, kind, quantization, do
 
 @pytest.mark.parametrize("quantization, double_quant", SETTINGS)
 def test_weights_survive_evaluation_training_and_copies(sources, quantization, double_quant):
-    """The repacking fault: dequantised weights after load, evaluation, training and copying, bit for bit."""
+    """U17, the repacking fault: dequantised weights after load, evaluation, training and copying, bit for bit."""
     model, _ = load_quantized(sources["llama"], quantization=quantization, double_quant=double_quant)
     batch = tiny.batch(model)
     wrapped = tiny.with_lora(model)
@@ -139,7 +139,7 @@ def test_weights_survive_evaluation_training_and_copies(sources, quantization, d
 @pytest.mark.parametrize("kind", SOURCES)
 @pytest.mark.parametrize("quantization, double_quant", SETTINGS)
 def test_train_eval_train_gradients(sources, kind, quantization, double_quant):
-    """Losses and gradients in both modes equal those of the unquantised model with the dequantised weights."""
+    """U18: losses and gradients in both modes equal those of the unquantised model with the dequantised weights."""
     model, _ = load_quantized(sources[kind], quantization=quantization, double_quant=double_quant)
     twin = tiny.with_lora(plain_twin(model, SOURCES[kind]))
     model = tiny.with_lora(model)
@@ -173,6 +173,7 @@ def test_repacking_is_off_on_every_layer_and_a_repacked_weight_is_refused(source
 
 @pytest.mark.parametrize("quantization, double_quant", [("nf4", False), ("nf4", True), ("int8", False)])
 def test_saved_quantised_model_loads_as_it_was(sources, tmp_path, quantization, double_quant):
+    """U19."""
     model, tokenizer = load_quantized(sources["qwen2"], quantization=quantization, double_quant=double_quant)
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
@@ -234,7 +235,7 @@ def test_wrong_settings(sources, arguments, message):
 
 
 def test_parameter_bytes_are_what_is_held(sources):
-    """The table of the run header, before and after the adapters, against counts from the configuration."""
+    """U21: the table of the run header, before and after the adapters, against counts from the configuration."""
     for kind in ("qwen2", "gemma3"):
         model, _ = load_quantized(sources[kind])
         config = model.config
@@ -256,6 +257,9 @@ def test_parameter_bytes_are_what_is_held(sources):
         assert after == before | {"float32": before["float32"] + 4 * adapters}
         header = run_header(wrapped)
         assert header["parameter_bytes"] == after and header["trainable_parameters"] == adapters
+        assert header["targets_near_zero"] == 0
+        wrapped.get_base_model().model.layers[0].mlp.up_proj.base_layer.weight.quant_state.absmax.zero_()
+        assert run_header(wrapped)["targets_near_zero"] == 1
         assert header["tied_embeddings"] is True and header["trainable_dtypes"] == ["float32"]
         assert header["compute_dtype"] == "float32" and header["model_class"] == type(model).__name__
         assert (
