@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -67,6 +68,36 @@ class Chain:
 
     def true_gradient(self, x: Tensor) -> Tensor:
         return self._true.T @ (self._true @ x - self._target)
+
+
+class ChainStack:
+    """Chains of one shape side by side; columns are instance-major, `runs / len(chains)` each."""
+
+    minimum: float | None = None
+
+    def __init__(self, chains: Sequence[Chain]) -> None:
+        self.instances, self.partition = len(chains), chains[0].partition
+        self._true = torch.stack([torch.from_numpy(chain.true) for chain in chains])
+        self._passed = torch.stack([chain._passed for chain in chains])
+        self._target = torch.stack([torch.from_numpy(chain.target) for chain in chains])[:, :, None]
+
+    def _residual(self, x: Tensor) -> Tensor:
+        columns = x.reshape(len(x), self.instances, -1).transpose(0, 1)
+        return torch.bmm(self._true, columns) - self._target
+
+    def value(self, x: Tensor) -> Tensor:
+        return 0.5 * self._residual(x).square().sum(1).reshape(-1)
+
+    def gradient(self, x: Tensor, rows: slice | Tensor, out: Tensor | None = None) -> Tensor:
+        every = isinstance(rows, slice) and rows == slice(0, len(x))
+        return self._read(self._true if every else self._passed, x, rows)
+
+    def block_gradients(self, x: Tensor) -> Tensor:
+        return self._read(self._passed, x, slice(0, len(x)))
+
+    def _read(self, passed: Tensor, x: Tensor, rows: slice | Tensor) -> Tensor:
+        found = torch.bmm(passed[:, :, rows].transpose(1, 2), self._residual(x))
+        return found.transpose(0, 1).reshape(-1, x.shape[1])
 
 
 def random_chain(

@@ -178,14 +178,15 @@ class ResidualNet:
 
     def merged(self, x: Tensor, layer: int) -> list[Tensor]:
         """W + s B A of each map of a layer, (runs, outputs, inputs)."""
-        frozen = self._frozen(x.shape[1])[0][layer]
-        return [
-            torch.baddbmm(w, b, a, alpha=self.scale)
-            for w, (a, b) in zip(frozen, self.factors(x, layer), strict=True)
-        ]
+        return self._merged(self.factors(x, layer), x.shape[1], layer)
+
+    def _merged(self, pairs: list[tuple[Tensor, Tensor]], runs: int, layer: int) -> list[Tensor]:
+        frozen = self._frozen(runs)[0][layer]
+        return [torch.baddbmm(w, b, a, alpha=self.scale) for w, (a, b) in zip(frozen, pairs, strict=True)]
 
     def _parts(self, x: Tensor, layer: int) -> list[tuple[Branch, list[Tensor], list[tuple[Tensor, Tensor]]]]:
-        weights, pairs, at, parts = self.merged(x, layer), self.factors(x, layer), 0, []
+        pairs = self.factors(x, layer)
+        weights, at, parts = self._merged(pairs, x.shape[1], layer), 0, []
         for branch in self.branches:
             end = at + len(branch.shapes)
             parts.append((branch, weights[at:end], pairs[at:end]))
@@ -221,6 +222,18 @@ class ResidualNet:
             for layer in self.weights
         ]
         return replace(self, weights=rounded)
+
+    def instance(self, i: int) -> ResidualNet:
+        """Instance i alone."""
+        one = slice(i, i + 1)
+        return replace(
+            self,
+            weights=[[w[one] for w in layer] for layer in self.weights],
+            inputs=self.inputs[one],
+            targets=self.targets[one],
+            readout=None if self.readout is None else self.readout[one],
+            bfloat16=None if self.bfloat16 is None else self.bfloat16[one],
+        )
 
     def start(self, seeds: Sequence[int]) -> Array:
         """LoRA's start, (n, len(seeds)): A Gaussian of variance 1/inputs, B = 0."""
@@ -322,15 +335,28 @@ def tanh_net(
     layers_per_step: int = 2,
     shift: float = 0.3,
     mode: str = "exact",
+    data: Sequence[np.random.Generator] | None = None,
 ) -> ResidualNet:
     """Squared loss against a teacher: the same net whose maps are moved by `shift` of their norm, full rank.
 
     W and V have spectral norm sqrt(branch_norm) each, so a frozen layer's branch has Lipschitz constant `branch_norm`
-    at most. The student's low-rank adapters cannot reach the teacher in general. One instance a generator.
+    at most. The student's low-rank adapters cannot reach the teacher in general. One instance a generator;
+    `data` draws the batch where another one for the same nets is wanted.
     """
     branch = Tanh(width, inner)
     return _build(
-        rngs, (branch,), layers, width, positions, rank, layers_per_step, shift, mode, branch_norm**0.5, None
+        rngs,
+        (branch,),
+        layers,
+        width,
+        positions,
+        rank,
+        layers_per_step,
+        shift,
+        mode,
+        branch_norm**0.5,
+        None,
+        data,
     )
 
 
@@ -348,6 +374,7 @@ def swiglu_net(
     layers_per_step: int = 2,
     shift: float = 0.5,
     mode: str = "exact",
+    data: Sequence[np.random.Generator] | None = None,
 ) -> ResidualNet:
     """Transformer layers (RMS norm, causal attention, SwiGLU MLP), cross-entropy against labels drawn from a teacher.
 
@@ -366,6 +393,7 @@ def swiglu_net(
         mode,
         weight_norm,
         classes,
+        data,
     )
 
 
@@ -381,11 +409,11 @@ def _build(
     mode: str,
     norm: float,
     classes: int | None,
+    data: Sequence[np.random.Generator] | None,
 ) -> ResidualNet:
     shapes = [shape for branch in branches for shape in branch.shapes]
     weights: list[list[list[Array]]] = [[[] for _ in shapes] for _ in range(layers)]
     moved: list[list[list[Array]]] = [[[] for _ in shapes] for _ in range(layers)]
-    inputs: list[Array] = []
     heads: list[Array] = []
     for rng in rngs:
         for layer in range(layers):
@@ -394,9 +422,10 @@ def _build(
                 w *= norm / np.linalg.norm(w, 2)
                 weights[layer][number].append(w)
                 moved[layer][number].append(w + shift * norm * e / np.linalg.norm(e, 2))
-        inputs.append(rng.normal(size=(positions, width)))
         if classes is not None:
             heads.append(rng.normal(size=(classes, width)))
+    draws = rngs if data is None else data
+    inputs = [rng.normal(size=(positions, width)) for rng in draws]
     readout, h0 = _stack(heads) if heads else None, _stack(inputs)
 
     def make(maps: list[list[list[Array]]], targets: Tensor) -> ResidualNet:
@@ -409,5 +438,5 @@ def _build(
     if readout is None:
         return make(weights, top)
     logits = torch.bmm(top, readout.transpose(1, 2)).numpy()
-    draws = np.stack([rng.gumbel(size=logits.shape[1:]) for rng in rngs])
-    return make(weights, torch.from_numpy((logits + draws).argmax(-1)))
+    noise = np.stack([rng.gumbel(size=logits.shape[1:]) for rng in draws])
+    return make(weights, torch.from_numpy((logits + noise).argmax(-1)))
