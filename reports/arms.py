@@ -131,7 +131,7 @@ class ArmConfig(Settings):
         arm = dict(given)
         method = arm.get("method", "lcsb")
         if method not in get_args(MethodName):
-            return arm  # the field says so
+            return {"backward": "exact", **arm}  # the field says so, and nothing more is asked for
         for field, allowed in _FIXES[method].items():
             found = arm.setdefault(field, allowed[0])
             if found not in allowed:

@@ -244,7 +244,18 @@ def _override(settings: dict[str, Any], override: str) -> None:
     elif last not in place and parents[-1:] != ["options"]:  # an arm checks its options itself
         raise ValueError(f"--set {override}: unknown key {key!r}, expected {expected(last, place)}")
     else:
-        place[last] = value
+        place[last] = _arms_in_full(value) if key == "arms" else value
+
+
+def _arms_in_full(value: Any) -> Any:
+    """Arms given by name as mappings, so that a later override finds their settings; what is wrong is left to say so."""
+    try:
+        arms = _arms_by_name(value)
+    except ValueError:
+        return value
+    if not isinstance(arms, list):
+        return value
+    return [arm.model_dump(mode="json") if isinstance(arm, ArmConfig) else arm for arm in arms]
 
 
 def _step_into(place: Any, part: str, key: str, override: str) -> Any:

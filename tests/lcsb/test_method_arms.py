@@ -45,6 +45,7 @@ def run(tmp_path_factory, model_cache):
         checkpoint_every=5,
         timing_cycle_lengths=[1],
         seeds=[0],
+        lora={"r": 2, "alpha": 4, "target_modules": ["q_proj", "down_proj"]},
         arms=[NAMED_ARMS["full"].model_dump(), *map(short_refresh, BASELINES + SCHEDULES)],
     )
     root = tiny_run.start(tmp_path_factory.mktemp("run"), config)
