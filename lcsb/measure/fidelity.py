@@ -20,6 +20,7 @@ from torch import nn
 from bcd_theory.predict import SURROGATE_MODES, Fidelity, Layout
 from lcsb.branches import detached_attention
 from lcsb.config import LCSBConfig
+from lcsb.local import hidden_cosine, inner
 from lcsb.selective import SelectiveBackward, selective_backward, without_recompute
 
 Gradients = list[dict[str, torch.Tensor]]  # one dict (parameter name -> gradient) a layer
@@ -42,13 +43,6 @@ class FidelityMeasurement:
     loss: float
 
 
-def _inner(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> float:
-    """Inner product in float64 of two gradients over the same parameters."""
-    if a.keys() != b.keys():
-        raise RuntimeError(f"gradients over different parameters: {sorted(set(a) ^ set(b))[:3]}")
-    return float(sum(torch.dot(a[k].double().flatten(), b[k].double().flatten()) for k in a))
-
-
 def compare(mode: str, layout: Layout, surrogate: Gradients, truth: Gradients) -> Fidelity:
     """Cosine, norm ratio rho and relative error delta of each layer's adapter gradient (T2).
 
@@ -59,12 +53,12 @@ def compare(mode: str, layout: Layout, surrogate: Gradients, truth: Gradients) -
     ratios: list[float | None] = []
     errors: list[float | None] = []
     for approximate, true in zip(surrogate, truth, strict=True):
-        true_square = _inner(true, true) if true else 0.0
+        true_square = inner(true, true) if true else 0.0
         if true_square == 0.0:
             for values in (cosines, ratios, errors):
                 values.append(None)
             continue
-        square, product = _inner(approximate, approximate), _inner(approximate, true)
+        square, product = inner(approximate, approximate), inner(approximate, true)
         cosines.append(product / (square * true_square) ** 0.5 if square > 0 else 0.0)
         ratios.append((square / true_square) ** 0.5)
         errors.append((max(square - 2 * product + true_square, 0.0) / true_square) ** 0.5)
@@ -153,11 +147,6 @@ def _true_pass(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[_Tr
     return record, truth, float(loss.detach())
 
 
-def _cosine(a: torch.Tensor, b: torch.Tensor) -> float:
-    x, y = a.double().flatten(), b.double().flatten()
-    return float(torch.dot(x, y) / (x.norm() * y.norm()))
-
-
 @dataclass
 class _Surrogates:
     """What the local passes gather, by mode."""
@@ -206,8 +195,8 @@ def _local_passes(model: nn.Module, record: _Trajectory, layers_per_step: int | 
         if not group:  # never selected, so idle also inside a block
             (inside["mlp"],) = torch.autograd.grad(output, hidden, inside["mlp"], retain_graph=True)
         (idle["mlp"],) = torch.autograd.grad(output, hidden, idle["mlp"])
-        found.hidden_cosine["identity"][index] = _cosine(true_above, true_below)
-        found.hidden_cosine["mlp"][index] = _cosine(mlp_of_truth, true_below)
+        found.hidden_cosine["identity"][index] = hidden_cosine(true_above, true_below)
+        found.hidden_cosine["mlp"][index] = hidden_cosine(mlp_of_truth, true_below)
     return found
 
 
@@ -241,7 +230,7 @@ def measure_fidelity(
         rows=tuple(
             compare(m, layout, by_mode[m], truth) for layout, by_mode in layouts for m in SURROGATE_MODES
         ),
-        gradient_norm=tuple(_inner(group, group) ** 0.5 if group else 0.0 for group in truth),
+        gradient_norm=tuple(inner(group, group) ** 0.5 if group else 0.0 for group in truth),
         hidden_cosine={mode: tuple(values) for mode, values in found.hidden_cosine.items()},
         loss=loss,
     )

@@ -209,6 +209,7 @@ def layer_names(model, layers):
 @pytest.mark.parametrize("backward", ["full", "exact", "identity", "mlp"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_backward_work(family, backward, hook_on_again):
+    """U12: only what a mode needs is differentiated and saved, whoever forces input gradients on."""
     model = build(family)
     batch = tiny.batch(model, rows=1)
     config = LCSBConfig(backward, layers_per_step=2)
@@ -245,7 +246,28 @@ def test_backward_work(family, backward, hook_on_again):
     assert any(n.endswith("lm_head") for n in work.flowed) and any(n.endswith(".norm") for n in work.flowed)
 
 
+def test_backward_work_of_a_mixed_plan():
+    """U12, layer by layer: nothing inside an identity layer, no attention in an mlp one, both in an exact one."""
+    model = build("gemma3")
+    plan = (None, "exact", "mlp", "identity", "mlp", "exact")
+    with selective_backward(model, LCSBConfig("exact", layers_per_step=1)) as lcsb:
+        model.enable_input_require_grads()
+        lcsb.begin()
+        lcsb.roles = plan_roles("certified", lcsb.selected, len(plan), grades=plan)
+        work = Work(model, lcsb.layers)
+        work.run(tiny.batch(model, rows=1))
+        names = layer_names(model, lcsb.layers)
+        assert {i for i, g in enumerate(lcsb.adapters) if any(p.grad is not None for p in g.values())} == {0}
+    for index, grade in enumerate(plan):
+        inside = {n for n in work.flowed if n.startswith(names[index] + ".")}
+        through_attention = {n for n in inside if ".self_attn" in n}
+        assert bool(through_attention) == (grade in (None, "exact"))
+        assert bool(inside - through_attention) == (grade != "identity")
+        assert (work.saved.get(index, 0) == 0) == (grade == "identity")
+
+
 def test_saved_bytes_fall_with_the_selection():
+    """U12: one layer of twelve selected saves about a twelfth."""
     model = tiny.with_lora(tiny.llama(num_hidden_layers=12))
     batch = tiny.batch(model, rows=1, tokens=64)
     total = {}
@@ -302,6 +324,7 @@ def test_dropout_draws_the_same_numbers_in_recompute(backward):
 
 @pytest.mark.parametrize("backward", ["identity", "mlp"])
 def test_double_backward_raises(backward):
+    """U16: a second derivative through a branch that is not the gradient of a loss is refused, never wrong."""
     model = build()
     with selective_backward(model, LCSBConfig(backward, layers_per_step=1)) as lcsb:
         lcsb.begin()
@@ -310,7 +333,23 @@ def test_double_backward_raises(backward):
             torch.autograd.grad(loss, list(lcsb.trained_parameters().values()), create_graph=True)
 
 
+def test_first_derivatives_of_the_paths():
+    """U16: gradient check in float64: identity path one to one, and its value bit for bit."""
+    from lcsb.branches import IdentityPath, OnceDifferentiable
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        hidden, output = torch.randn(2, 3, 4, 5, dtype=torch.float64)
+    hidden.requires_grad_(True)
+    path = IdentityPath.apply(hidden, output)
+    assert torch.equal(path, output)
+    (jacobian,) = torch.autograd.functional.jacobian(lambda h: (IdentityPath.apply(h, output),), hidden)
+    assert torch.equal(jacobian.reshape(60, 60), torch.eye(60, dtype=torch.float64))
+    assert torch.autograd.gradcheck(OnceDifferentiable.apply, (hidden,))
+
+
 def test_double_backward_is_right_in_exact_mode():
+    """U16: modes exact and full may be differentiated twice."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     model = build()
@@ -499,7 +538,9 @@ def test_clipping_and_norm_use_the_selected_layers_after_accumulation():
         record = lcsb.step(optimizer, max_norm=1e-3)
         after = torch.cat([p.detach().flatten() for p in group.values()])
     assert record.grad_norm == pytest.approx(float(gradient.norm()), rel=1e-12)
-    assert torch.allclose(before - after, gradient * (1e-3 / (gradient.norm() + 1e-6)), rtol=1e-10, atol=1e-14)
+    assert torch.allclose(
+        before - after, gradient * (1e-3 / (gradient.norm() + 1e-6)), rtol=1e-10, atol=1e-14
+    )
 
 
 @pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
@@ -559,5 +600,5 @@ def test_config_round_trip_and_unknown_values():
         LCSBConfig.from_dict({"bakward": "full"})
     with pytest.raises(ValueError, match="nearest: 'identity'"):
         LCSBConfig("identiti")
-    with pytest.raises(ValueError, match="layers_per_step"):
+    with pytest.raises(ValueError, match="layers_per_step is 9, expected 1 to 4"):
         selective_backward(build(), LCSBConfig(layers_per_step=9))
