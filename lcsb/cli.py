@@ -420,24 +420,39 @@ def simulate(
     all_: Annotated[bool, typer.Option("--all", help="Every experiment.")] = False,
     size: Annotated[str, typer.Option(help="quick, standard or full.")] = "quick",
     seed: Annotated[int, typer.Option(help="Seed of the random problems.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Folder for records and figures.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for records, figures and the page of all.")] = None,
+    judge_only: Annotated[
+        bool, typer.Option("--judge", help="Judge and draw again from the records in --out; run nothing.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Synthetic problems through the same spine: measured, predicted, run and judged.
 
-    Examples: [bold]lcsb simulate limits[/]    [bold]lcsb simulate --all --out gallery[/]
+    With --out each experiment leaves the records of a real run, and OUT/index.html shows all of them.
+
+    Examples: [bold]lcsb simulate limits[/]    [bold]lcsb simulate --all --out gallery[/]    [bold]lcsb simulate --all
+    --out gallery --judge[/]
     """
+    from reports.records import RunFolder
     from simulations.experiment import describe, last_line
+    from simulations.gallery import render
     from simulations.registry import NAMES, get
 
     if (name is None) == (not all_):
         raise ValueError(f"simulate: give one experiment ({', '.join(NAMES)}) or --all")
-    record = None
+    if judge_only and out is None:
+        raise ValueError("simulate: --judge reads records, so it needs --out FOLDER")
+    verdict = None
     for chosen in NAMES if name is None else (name,):
-        record, _ = get(chosen).run(size, seed, out)  # type: ignore[arg-type]
-        console.print(describe(record), markup=False, highlight=False, soft_wrap=True)
-    if as_json and record is not None:
-        sys.stdout.write(last_line(record) + "\n")
+        if judge_only and out is not None:
+            verdict, _ = get(chosen).conclude(RunFolder(out / chosen))
+        else:
+            verdict, _ = get(chosen).run(size, seed, out)  # type: ignore[arg-type]
+        console.print(describe(verdict), markup=False, highlight=False, soft_wrap=True)
+    if out is not None:
+        console.print(str(render(out)), markup=False, highlight=False, soft_wrap=True)
+    if as_json and verdict is not None:
+        sys.stdout.write(last_line(verdict) + "\n")
 
 
 @app.command()

@@ -1,79 +1,89 @@
-"""One page of all experiments: `python -m simulations.gallery --out DIR [--size quick]` writes DIR/gallery.html."""
+"""The page of all experiments, from their records: `python -m simulations.gallery --out DIR` writes DIR/index.html."""
 
 from __future__ import annotations
 
 import argparse
-import html
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, get_args
 
+from reports.gallery import Entry, gallery_page
+from reports.records import RunFolder, read_json
 from reports.strict import write_text
-from reports.svg import PALETTE, inline, panels, render_svg, style
-from simulations.experiment import Experiment, Result, Size
-from simulations.registry import EXPERIMENTS, NAMES, get
+from simulations.experiment import Experiment
+from simulations.records import SimulationVerdict, Size, metrics_path
+from simulations.registry import NAMES, get
 
 
-def section(experiment: Experiment, record: dict[str, Any], result: Any) -> str:
-    """One paragraph, the figure and the verdicts of one experiment."""
-    with style():
-        figure, axes = panels(False, experiment.panels, 3.4)
-        result.draw(axes[0]) if isinstance(result, Result) else experiment.draw(result, axes)
-        drawing = inline(render_svg(figure), experiment.name, experiment.title)
-    rows = "".join(
-        f"<tr><td>{html.escape(part['name'])}</td><td>{html.escape(part['verdict'])}</td>"
-        f"<td>{html.escape(part['reason'])}</td></tr>"
-        for part in record["parts"]
-    )
-    theorems = ", ".join(experiment.theorems) or "none"
-    return (
-        f'<section id="{experiment.name}"><h2>{html.escape(experiment.title)}</h2>'
-        f"<p>{html.escape(experiment.paragraph)} Theorems: {theorems}. Verdict: <strong>{record['verdict']}</strong> "
-        f"({record['size']}, {record['seconds']:.1f} s).</p><figure>{drawing}</figure>"
-        f"<div class=table><table><thead><tr><th>Part</th><th>Verdict</th><th>Numbers</th></tr></thead>"
-        f"<tbody>{rows}</tbody></table></div></section>"
-    )
-
-
-def page(sections: Sequence[str]) -> str:
-    """A page without scripts or foreign resources, light and dark."""
-    light = ";".join(f"--{name}:{value}" for name, (value, _) in PALETTE.items())
-    dark = ";".join(f"--{name}:{value}" for name, (_, value) in PALETTE.items())
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Simulations</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><style>'
-        f":root{{{light};--ground:#fff}}@media(prefers-color-scheme:dark){{:root{{{dark};--ground:#15181c}}}}"
-        "body{max-width:56rem;margin:2rem auto;padding:0 1rem;font:1rem/1.5 system-ui,sans-serif;"
-        "color:var(--ink);background:var(--ground)}figure{margin:1rem 0}svg{width:100%;height:auto}"
-        ".table{overflow-x:auto}table{border-collapse:collapse}td,th{text-align:left;vertical-align:top;"
-        "padding:.3rem .8rem .3rem 0;border-bottom:1px solid var(--grid)}</style></head><body><h1>Simulations</h1>"
-        + "".join(sections)
-        + "</body></html>\n"
+def entry(experiment: Experiment, folder: RunFolder) -> Entry:
+    """Judge and draw one experiment from its files."""
+    verdict, record = experiment.conclude(folder)
+    (wide, data), (narrow, _) = experiment.figure(record, False), experiment.figure(record, True)
+    return Entry(
+        experiment.name,
+        experiment.title,
+        experiment.paragraph,
+        experiment.theorems,
+        record.size,
+        record.seed,
+        verdict.verdict,
+        verdict.parts,
+        record.seconds,
+        verdict.command,
+        record.predictions_sha256,
+        wide,
+        narrow,
+        data,
     )
 
 
-def build(out: Path, size: Size = "quick", seed: int = 0, names: Sequence[str] = NAMES) -> Path:
-    """Run the experiments, write their records and the page. Returns the page's path."""
-    sections = []
-    for name in names:
-        experiment = get(name)
-        record, result = experiment.run(size, seed, out)
-        sections.append(section(experiment, record.model_dump(mode="json"), result))
-    path = Path(out) / "gallery.html"
-    write_text(path, page(sections))
+def render(out: Path) -> Path:
+    """OUT/index.html from the records in OUT; nothing is run. The same records give the same bytes.
+
+    Raises ValueError where there is no record, or one that was registered against other predictions.
+    """
+    folders = {name: RunFolder(Path(out) / name) for name in NAMES}
+    present = [name for name, folder in folders.items() if metrics_path(folder).exists()]
+    if not present:
+        raise ValueError(
+            f"{out}: found no record of {', '.join(NAMES)}, expected what `lcsb simulate --out` leaves"
+        )
+    entries = [entry(get(name), folders[name]) for name in present]
+    first = folders[present[0]].environment
+    commit = read_json(first).get("commit") if first.exists() else None
+    path = Path(out) / "index.html"
+    write_text(path, gallery_page(entries, _command(entries), commit))
     return path
+
+
+def _command(entries: Sequence[Entry]) -> str:
+    sizes = {each.size for each in entries}
+    seeds = {each.seed for each in entries}
+    if len(entries) < len(NAMES) or len(sizes) > 1 or len(seeds) > 1:
+        return "\n".join(f"{each.command} --out gallery" for each in entries)
+    seed = f" --seed {entries[0].seed}" if entries[0].seed else ""
+    return f"lcsb simulate --all --size {entries[0].size}{seed} --out gallery"
+
+
+def build(
+    out: Path,
+    size: Size = "quick",
+    seed: int = 0,
+    names: Sequence[str] = NAMES,
+    tell: Callable[[SimulationVerdict], None] = lambda verdict: None,
+) -> Path:
+    """Run the experiments, `tell` of each, write their records and the page. Returns the page's path."""
+    for name in names:
+        tell(get(name).run(size, seed, out)[0])
+    return render(out)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m simulations.gallery", description="Run all, write one page."
+        prog="python -m simulations.gallery", description="One page of the records."
     )
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--size", choices=get_args(Size), default="quick")
-    parser.add_argument("--only", action="append", choices=list(EXPERIMENTS), help="may be repeated")
-    chosen = parser.parse_args(arguments)
-    sys.stdout.write(f"{build(chosen.out, chosen.size, names=chosen.only or NAMES)}\n")
+    parser.add_argument("--out", type=Path, required=True, help="folder that holds the records")
+    sys.stdout.write(f"{render(parser.parse_args(arguments).out)}\n")
     return 0
 
 
