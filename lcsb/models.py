@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib.metadata
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,7 @@ def load_quantized(
         folder = _converted_gguf(Path(name), quantization, settings)
     else:
         source = _local_folder(name, revision, local_files_only, trust_remote_code)
+        _check_files(source)
         held = _held_quantization(source)
         if held is not None and held != (quantization, double_quant):
             raise ValueError(
@@ -304,16 +306,17 @@ def _read_folder(
     extra = {}
     if quantization is not None:
         extra["quantization_config"] = _quantization_config(quantization, double_quant)
-    model, info = _auto_class(folder, trust_remote_code).from_pretrained(
-        folder,
-        dtype=dtype,
-        device_map={"": device},
-        output_loading_info=True,
-        local_files_only=True,
-        trust_remote_code=trust_remote_code,
-        use_safetensors=True,
-        **extra,
-    )
+    with _one_line_errors(folder, "the model"):
+        model, info = _auto_class(folder, trust_remote_code).from_pretrained(
+            folder,
+            dtype=dtype,
+            device_map={"": device},
+            output_loading_info=True,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            **extra,
+        )
     # Tensors without a place are harmless in a plain model (a part that is not used); in a quantised one they are
     # scales, and the numbers would be read under other scales.
     wrong = ["missing_keys", "mismatched_keys"] + (
@@ -326,10 +329,40 @@ def _read_folder(
                 f"{folder}: {len(info[kind])} {kind.replace('_', ' ')} for {type(model).__name__}: {names}"
             )
     check_shapes(model)
-    tokenizer = AutoTokenizer.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=trust_remote_code
-    )
+    with _one_line_errors(folder, "the tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
+        )
     return model, tokenizer
+
+
+def _check_files(folder: Path) -> None:
+    """Open each file that the libraries would report without its name."""
+    from safetensors import SafetensorError, safe_open
+
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path}: cannot be read as safetensors ({error})") from None
+    for path in sorted(folder.glob("*.json")):
+        try:
+            json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{path}: cannot be read as JSON ({error})") from None
+
+
+@contextlib.contextmanager
+def _one_line_errors(folder: Path, what: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, KeyError, OSError, RuntimeError) as error:
+        text = " ".join(str(error).split())
+        if isinstance(error, RuntimeError) and "mismatch" not in text:
+            raise
+        reason = text if len(text) <= 300 else f"{text[:297]}..."
+        raise ValueError(f"{folder}: {what} cannot be loaded ({type(error).__name__}: {reason})") from error
 
 
 def _auto_class(folder: Path, trust_remote_code: bool) -> Any:

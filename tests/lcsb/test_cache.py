@@ -186,6 +186,36 @@ def test_incomplete_folders_are_refused(root, tmp_path):
         load_quantized(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "name, contents, message",
+    [
+        ("model.safetensors", lambda whole: whole[:1000], "model.safetensors: cannot be read as safetensors"),
+        (
+            "model.safetensors",
+            lambda whole: whole[:-9],
+            "model.safetensors: cannot be read as safetensors .*covered",
+        ),
+        ("model.safetensors", lambda whole: b"\xff" * 99, "model.safetensors: cannot be read as safetensors"),
+        ("config.json", lambda whole: whole[:-9], "config.json: cannot be read as JSON"),
+        (
+            "config.json",
+            lambda whole: b'{"model_type": "odd"}',
+            "the model cannot be loaded .*model type `odd`",
+        ),
+        ("tokenizer.json", lambda whole: whole[:99], "tokenizer.json: cannot be read as JSON"),
+        ("tokenizer.json", lambda whole: b"{}", "the tokenizer cannot be loaded"),
+    ],
+)
+def test_corrupt_model_files_are_named_in_one_line(root, tmp_path, name, contents, message):
+    source = saved(tmp_path / "source")
+    path = source / name
+    path.write_bytes(contents(path.read_bytes()))
+    with pytest.raises(ValueError, match=message) as error:
+        load_quantized(source)
+    assert str(source) in str(error.value) and "\n" not in str(error.value)
+    assert not list(root.glob("*"))
+
+
 def test_scales_of_another_file_are_refused(root, tmp_path):
     """A quantised file with scales that no layer asks for: its other numbers would be read under wrong ones."""
     from safetensors.torch import load_file, save_file
