@@ -6,6 +6,7 @@ The demo model is converted once a run, also under pytest-xdist: its cache lies 
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -25,6 +26,23 @@ def model_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LCSB_CACHE", str(folder))
         yield folder
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """For tests with many tiny trainings: one thread, and a garbage collector that leaves what exists alone.
+
+    A Trainer collects garbage several times, each time through everything that pytest and torch hold.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

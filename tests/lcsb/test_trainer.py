@@ -22,6 +22,8 @@ from lcsb.models import load_quantized
 from lcsb.selective import NonFiniteError, selective_backward
 from lcsb.trainer import LCSBTrainer
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 class Flow(TrainerCallback):
     """Records through which decoder layers a gradient flowed at each optimiser step, and the optimiser's size."""
