@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -224,18 +225,32 @@ def run_(run: Run) -> None:
 
 @app.command()
 def evaluate(
-    task: Annotated[str, typer.Option(help="A task's name, a .jsonl or text file, or owner/name of the hub.")],
-    adapter: Annotated[Path | None, typer.Option(help="Folder of a PEFT adapter; the base alone if left out.")] = None,
-    model: Annotated[str | None, typer.Option(help="Base model; default: what the adapter was trained on.")] = None,
+    task: Annotated[
+        str, typer.Option(help="A task's name, a .jsonl or text file, or owner/name of the hub.")
+    ],
+    adapter: Annotated[
+        Path | None, typer.Option(help="Folder of a PEFT adapter; the base alone if left out.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Base model; default: what the adapter was trained on.")
+    ] = None,
     quantization: Annotated[str, typer.Option(help="nf4, fp4, int8 or none.")] = "nf4",
-    path: Annotated[Path | None, typer.Option(help="Folder with the named tasks' files; or LCSB_DATA.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Only so many rows or questions; windows of a text.")] = None,
+    path: Annotated[
+        Path | None, typer.Option(help="Folder with the named tasks' files; or LCSB_DATA.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Only so many rows or questions; windows of a text.")
+    ] = None,
     window: Annotated[int, typer.Option(help="Most tokens of a row or window.")] = 512,
     stride: Annotated[int | None, typer.Option(help="Of a text's windows; default half a window.")] = None,
     batch_size: Annotated[int, typer.Option(help="Rows at once; changes no figure.")] = 4,
     text_field: Annotated[str, typer.Option(help="Field of a .jsonl file of texts.")] = "text",
-    size: Annotated[str, typer.Option(help="full: gsm8k also by exact match of 100 generated answers.")] = "standard",
-    harness: Annotated[bool, typer.Option("--harness", help="By lm-evaluation-harness (extra eval).")] = False,
+    size: Annotated[
+        str, typer.Option(help="full: gsm8k also by exact match of 100 generated answers.")
+    ] = "standard",
+    harness: Annotated[
+        bool, typer.Option("--harness", help="By lm-evaluation-harness (extra eval).")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Score a model, with an adapter or without, on a task: perplexity, accuracy, loss of answers.
@@ -453,6 +468,95 @@ def simulate(
         console.print(str(render(out)), markup=False, highlight=False, soft_wrap=True)
     if as_json and verdict is not None:
         sys.stdout.write(last_line(verdict) + "\n")
+
+
+@app.command()
+def sweep(
+    file: Annotated[Path, typer.Argument(help="YAML file of the sweep.")],
+    out: Annotated[Path | None, typer.Option(help="Folder of the results; default runs/sweep-NAME.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes of this machine; 1 stays in this process.")] = 1,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Dask scheduler, for example tcp://10.0.0.1:8786.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Simulated runs in one tensor program, at most.")] = 64,
+    dry_run: Annotated[bool, typer.Option(help="Print what would be done, and do nothing.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Many configurations: every combination of the lists in a YAML file is one run.
+
+    A finished run is found by the hash of its configuration and not done again, so the same command goes on after an
+    interruption and a longer list costs only what is new. A failed run is recorded and the others go on; the exit code
+    is then 1. OUT/results.json holds all results by hash. A diverged run is a result.
+
+    \b
+    kind: simulation             # each problem x arm x learning rate x seed
+    problems: [{name: coupled, n: 64, p: 8, coupling: 0.3, condition: 100}]
+    arms:
+      - {name: full, order: full}
+      - {name: lcsb, optimizer: sgd-ema, momentum: 0.9, idle: momentum}
+    learning_rates: [0.5, 1.0, 1.5]
+    unit: 1/L_max                # or 1/L, or absolute
+    seeds: [0, 1, 2]
+    steps: 400
+
+    \b
+    kind: experiment             # each experiment x size x seed
+    experiments: [limits, rates]
+    seeds: [0, 1]
+
+    \b
+    kind: train                  # arms of a run that was measured and predicted, each arm x seed
+    run: runs/validate
+    arms: [full, exact-momentum]
+
+    Examples: [bold]lcsb sweep grid.yaml --jobs 4[/]    [bold]lcsb sweep grid.yaml --cluster tcp://10.0.0.1:8786[/]
+    """
+    from lcsb import sweep_training
+    from reports.config import _read_yaml
+    from simulations.sweep import Kind, finished
+    from simulations.sweep import sweep as run_all
+    from simulations.sweep_kinds import EXPERIMENT, SIMULATION, expand
+
+    try:
+        train = Kind("train", sweep_training.expand, sweep_training.train)
+        kind, configurations = expand(_read_yaml(file), (SIMULATION, EXPERIMENT, train))
+    except ValueError as error:
+        raise ValueError(str(error) if str(error).startswith(str(file)) else f"{file}: {error}") from None
+    out = out or Path("runs") / f"sweep-{file.stem}"
+    if dry_run:
+        there = len(finished(configurations, out))
+        total = len(configurations)
+        if as_json:
+            _print_json({"kind": kind.name, "total": total, "finished": there, "to_run": total - there})
+        else:
+            words = f"{total} runs of kind {kind.name} into {out}: {there} finished, {total - there} to run"
+            console.print(words, markup=False, highlight=False, soft_wrap=True)
+        return
+    began = time.monotonic()
+    with _progress()(f"sweep {file.stem}") as show:
+
+        def report(done: int, total: int) -> None:
+            left = (time.monotonic() - began) * (total - done) / done
+            show(done / total, left, f"{done} of {total} runs")
+
+        found = run_all(
+            configurations, out, kind.run, together=kind.together, batch=batch, jobs=jobs, cluster=cluster,
+            report=report,
+        )  # fmt: skip
+    for key, message in found.failed.items():
+        errors.print(f"{key}: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
+    total = len(found.done) + len(found.failed)
+    if as_json:
+        _print_json(
+            {"kind": kind.name, "total": total, "done": len(found.done), "reused": len(found.reused),
+             "failed": found.failed, "results": str(out / "results.json")}
+        )  # fmt: skip
+    else:
+        words = f"{len(found.done)} of {total} runs done ({len(found.reused)} found finished)"
+        words += f", {len(found.failed)} failed; {out / 'results.json'}"
+        console.print(words, markup=False, highlight=False, soft_wrap=True)
+    if found.failed:
+        raise typer.Exit(FAILED)
 
 
 @app.command()

@@ -12,29 +12,9 @@ from simulations import EXPERIMENTS, get
 from simulations.experiment import main
 from simulations.gallery import page, section
 from simulations.limits import measured_limit
-from simulations.planted import always_inconclusive, calibrate, paired_differences, sign_only, the_judge
 from simulations.problems import Quadratic, ring
 from simulations.problems.chain import random_chain
 from simulations.runner import Arm, run
-
-
-@pytest.fixture(scope="module")
-def differences():
-    return paired_differences(200, 1)
-
-
-def test_the_judge_passes_its_calibration(differences):
-    found = calibrate(the_judge, differences)
-    assert found["total"] == 200 and found["wrong"] <= 3 and found["decided_rate"] >= 0.8
-
-
-@pytest.mark.parametrize("mutant", [always_inconclusive, sign_only])
-def test_mutant_judges_fail_the_calibration(differences, mutant):
-    assert not calibrate(mutant, differences)["passed"]
-
-
-def test_the_planted_scale_is_one_standard_deviation(differences):
-    assert abs(differences.std() - 1) < 0.1 and abs(differences.mean()) < 0.15
 
 
 def test_a_known_limit_is_measured():
@@ -87,7 +67,7 @@ def test_quick_experiments_write_strict_records(name, tmp_path, capsys):
     assert line["verdict"] == record["verdict"] == "supported"
     assert record["parts"] and (tmp_path / name / "figure.svg").read_text().startswith("<?xml")
     if name == "planted":
-        assert (line["wrong"], line["total"]) == (0, 200) and line["decided_rate"] >= 0.8
+        assert line["total"] == 200 and line["wrong"] <= 3 and line["decided_rate"] >= 0.8
 
 
 @pytest.mark.slow
