@@ -111,7 +111,14 @@ class Refresh:
     def recording(self, index: int) -> RecordedPass | None:
         """The pass to record layer `index`'s call in: the step's first forward pass, where one is due."""
         recorded = self._recorded
-        return recorded if self.pending and recorded is not None and len(recorded.calls) == index else None
+        if not self.pending or recorded is None:
+            return None
+        if index == 0 and recorded.calls and not recorded.open:
+            raise RuntimeError(
+                "a second forward pass before the backward pass of a refresh: its measurements would mix two batches; "
+                "call loss.backward() after each forward pass (micro-batches may follow one another)"
+            )
+        return recorded if len(recorded.calls) == index else None
 
     def watch(self, recorded: RecordedPass, output: Any, ended: Callable[[], None]) -> None:
         """Record the gradient that will arrive at the newest layer's output; `ended` runs at the end of backward."""
@@ -167,10 +174,13 @@ class Refresh:
     def planner(self) -> Planner | None:
         """Backward passes in any plan on this step's exact pass; None before its end or if it was not finite."""
         recorded = self._recorded
-        if self.pending or recorded is None or not recorded.complete(min(self.trainable)):
+        if self.pending or recorded is None:
             return None
         agree = self.agree
         lowest = None if agree is None else (lambda values: agree(values, "min"))
+        complete = torch.tensor([recorded.complete(min(self.trainable))], dtype=torch.float64)
+        if not (complete if lowest is None else lowest(complete)):  # every process, or none
+            return None
         return Planner(recorded, self.layers, self.adapters, self.config.min_cosine, lowest)
 
     def finish(self, t: int) -> bool:
@@ -198,5 +208,8 @@ class Refresh:
         measured = self.measured
         measured.cycle_seconds.append(seconds)
         if self.block_index(t) == len(self.blocks(t)) - 1:
+            values = torch.tensor(measured.cycle_seconds, dtype=torch.float64)
+            if self.agree is not None:
+                values = self.agree(values, "mean")
             # Recorded at the first step of the next cycle, which is the first to go by it.
-            measured.schedule[t + 1], measured.cycle_seconds = measured.cycle_seconds, []
+            measured.schedule[t + 1], measured.cycle_seconds = values.tolist(), []

@@ -284,6 +284,11 @@ class SelectiveBackward:
         if self._last_plan is not None:
             t, plan = self._last_plan
             values |= plan.log(t)
+        if self.refresh.plans:
+            values["lcsb/refresh_work"] = sum(plan.work for plan in self.refresh.plans)
+            held = [p.replaced_cosine for p in self.refresh.plans if p.replaced_cosine is not None]
+            if held:  # the true bias of the plans that were in force until now
+                values["lcsb/plan_cosine_before"] = min(held)
         if self.schedule.name == "adaptive":
             values["lcsb/layers_per_step"] = len(self.selected)
         return values

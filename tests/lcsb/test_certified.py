@@ -170,6 +170,11 @@ def test_steps_follow_the_plan_and_refreshes_are_exact(lengths):
             log = lcsb.log()
             assert log["lcsb/plan_age"] == t % 3 and log["lcsb/plan"] == plan.summary
             assert log["lcsb/plan_cosine"] == plan.cosine >= 0.9
+            assert ("lcsb/refresh_work" in log) == (t % 3 == 0)
+            if t == 3:
+                assert log["lcsb/plan_cosine_before"] == min(
+                    p.replaced_cosine for p in record.refreshed if p.replaced_cosine is not None
+                )
         lower = lcsb.measured.plans[0, 1]
     assert lower.replaced_age == 3 and lower.replaced_cosine is not None
 
@@ -303,6 +308,15 @@ def test_a_step_without_backward_or_with_old_gradients_is_refused():
         model(**tiny.batch(model)).loss.backward()
         with pytest.raises(RuntimeError, match=r"still has a gradient.*zero_grad"):
             lcsb.begin()
+
+
+def test_two_forward_passes_before_a_refresh_is_measured_are_refused():
+    model = build()
+    with selective_backward(model, LCSBConfig("certified", layers_per_step=1)) as lcsb:
+        lcsb.begin()
+        model(**tiny.batch(model))
+        with pytest.raises(RuntimeError, match="a second forward pass before the backward pass of a refresh"):
+            model(**tiny.batch(model, seed=1))
 
 
 def test_plans_survive_json_and_resume_is_the_same_bit_for_bit():
