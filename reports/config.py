@@ -248,7 +248,7 @@ def _override(settings: dict[str, Any], override: str) -> None:
 
 
 def _arms_in_full(value: Any) -> Any:
-    """Arms given by name as mappings, so that a later override finds their settings; what is wrong is left to say so."""
+    """Arms given by name as mappings, so that a later override finds their settings; what is wrong stays as it is."""
     try:
         arms = _arms_by_name(value)
     except ValueError:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
+import synthetic
 
 from reports.arms import DEFAULT_ARMS, NAMED_ARMS, ArmConfig
+from reports.claims import BY_ID
 from reports.config import RunConfig
 from reports.judge import reproduce_command
 from reports.metrics import Header
+from reports.rules.idle import judge_idle
+from reports.run import load_run
 
 
 def arm(**settings):
@@ -119,3 +124,15 @@ def test_records_of_before_methods_read():
 def test_command_names_the_arms():
     config = RunConfig().override(["arms=[full, lisa, certified]"])
     assert reproduce_command(config) == """lcsb validate --set 'arms=["full", "lisa", "certified"]'"""
+
+
+def test_a_baseline_is_no_evidence_about_idle_momentum(tmp_path):
+    """C2 looks at LCSB's own arms: a baseline listed first, with other figures, changes nothing."""
+    run = load_run(synthetic.build(tmp_path / "run"))
+    cached = NAMED_ARMS["cached"]
+    assert (cached.backward, cached.idle, cached.schedule) == ("exact", "momentum", "cyclic")
+    config = run.config.model_copy(update={"arms": [cached, *run.config.arms]})
+    others = {("cached", seed): run.arms["full-eta-over-p", seed] for seed in config.seeds}
+    with_baseline = dataclasses.replace(run, config=config, arms={**others, **run.arms})
+    assert with_baseline.arm_like("exact", "momentum") == "exact-momentum"
+    assert judge_idle(with_baseline, BY_ID["C2"]) == judge_idle(run, BY_ID["C2"])
