@@ -350,6 +350,8 @@ def draw(record: Record, axes: Sequence[Axes]) -> None:
             depths, [row["mean"] for row, _ in mine], "o-", color=LIGHT[colour], label=f"branch norm {norm:g}"
         )
         axes[0].loglog(depths, [bound for _, bound in mine], "--", color=LIGHT[colour], linewidth=1)
+    axes[0].set_xticks(DEPTHS, [str(depth) for depth in DEPTHS])
+    axes[0].minorticks_off()
     axes[0].set_xlabel("layers skipped")
     axes[0].set_ylabel("bias, in top gradients (dashed: bound)")
     axes[0].set_title("Bias of identity mode")

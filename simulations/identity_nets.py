@@ -27,6 +27,7 @@ Array = NDArray[np.float64]
 MIN_COSINE = 0.5
 FRESH = 8  # batches that a plan was not made from
 TINY = 1e-9  # learning rate of a step whose sign the gradient alone decides
+VISIBLE = 1e-13  # relative change of the loss
 CLEAR = 0.02  # cosines nearer to 0 than this predict no sign
 RATE = 2.0**-7
 NETS = {"quick": 4, "standard": 12, "full": 40}
@@ -96,7 +97,10 @@ def measure(size: Size, seed: int) -> dict[str, Any]:
     for mode in ("identity", "mlp"):
         for j in range(len(net.partition)):
             g, true = (_block(net.with_mode(m), x, j) for m in (mode, "exact"))
-            found.append({"mode": mode, "block": j, "cosines": cosines(g, true, 1)[0][0].numpy()})
+            # Cross-entropy is a difference of logits: its rounding is absolute.
+            slope = ((g * true).sum(0) / (1 + net.value(x))).numpy()
+            step = {"mode": mode, "block": j, "cosines": cosines(g, true, 1)[0][0].numpy()}
+            found.append({**step, "slope": slope})
     return {"lipschitz": lipschitz, "steps": found}
 
 
@@ -117,8 +121,10 @@ def predict(measured: Mapping[str, Any]) -> list[Prediction]:
                 f"flow/{i}", [gradient_flow_bound(constants[j:]) for j in below], "T7", unit="top gradients"
             ),
         ]
-    steps = [float(cosine) for step in measured["steps"] for cosine in step["cosines"]]
-    signs = [float(np.sign(cosine)) if abs(cosine) > CLEAR else None for cosine in steps]
+    steps = [pair for step in measured["steps"] for pair in zip(step["cosines"], step["slope"], strict=True)]
+    # A net that is fitted already has no slope that the loss's last digits could show.
+    clear = [abs(cosine) > CLEAR and TINY * abs(slope) > VISIBLE for cosine, slope in steps]
+    signs = [float(np.sign(cosine)) if seen else None for (cosine, _), seen in zip(steps, clear, strict=True)]
     descent = "an infinitesimal step; 1 falls, -1 rises, none where the cosine is too near 0"
     return [*said, prediction("step-sign", tuple(signs), "T2", "T7", assumes=descent)]
 

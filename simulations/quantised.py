@@ -19,7 +19,7 @@ from bcd_theory.predict import Prediction
 from bcd_theory.quantization import weyl_interval
 from reports.decisions import SEEDS_NEEDED, Decision, Verdict, combine, decide
 from reports.numbers import fixed, percent, significant
-from reports.svg import LIGHT
+from reports.svg import LIGHT, legend
 from reports.verdicts import Part
 from simulations.experiment import Experiment, Write, main
 from simulations.problems.least_squares import LeastSquares, random_least_squares
@@ -36,7 +36,7 @@ EXPLAINED = 0.5  # octaves within which T9's factor must hit the window to be it
 N = 12
 LAWS = {"quick": 8, "standard": 40, "full": 150}
 SEEDS = {"quick": 5, "standard": 6, "full": 12}
-STEPS = {"quick": 64, "standard": 200, "full": 400}
+STEPS = {"quick": 48, "standard": 200, "full": 400}
 
 
 @dataclass(frozen=True)
@@ -469,7 +469,15 @@ def draw(record: Record, axes: Sequence[Axes]) -> None:
         axis.set_title(title)
         axis.set_ylim(at - 0.5, -0.5)
     axes[0].set_yticks(range(at), labels)
-    axes[1].set_yticks(range(at), [""] * at)
+    beside = axes[0].get_position().y0 == axes[1].get_position().y0
+    axes[1].set_yticks(range(at), [""] * at if beside else labels)
+    for (mark, face), label in zip(
+        (("o", "none"), ("s", LIGHT["muted"]), ("^", "none")),
+        ("exact weights", "NF4 weights", "NF4, gradients in bfloat16"),
+        strict=True,
+    ):
+        axes[0].plot([], [], mark, color=LIGHT["muted"], markerfacecolor=face, markersize=4, label=label)
+    legend(axes[0].figure, axes[0], 3, not beside)  # type: ignore[arg-type]
 
 
 EXPERIMENT = Experiment(
@@ -478,8 +486,8 @@ EXPERIMENT = Experiment(
     "Is there a learning rate at which full backpropagation diverges and layer-cyclic training does not, on 4-bit "
     "weights (C6)? Limits under AdamW are measured on least squares, tanh nets and SwiGLU transformer nets with "
     "adapters, by the rule for divergence of real runs, and compared at equal learning rate and at equal movement "
-    "(T9). Open circles: exact weights; squares: NF4; triangles: NF4 with gradients rounded to bfloat16. A point "
-    "right of the band is a window. The verdict is the claim's for the paper's arm, together with the laws beside it.",
+    "(T9). One point a seed; a point right of the band is a window. The verdict is the claim's for the paper's arm, "
+    "together with the laws beside it.",
     ("T1", "T4", "T9", "T11"),
     measure,
     predict,
