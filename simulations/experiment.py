@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from bcd_theory.predict import Prediction, Predictions
 from reports.decisions import combine
@@ -210,6 +211,23 @@ def figure_data(figure: Figure) -> dict[str, Any]:
         }
         found.append({**head, "series": plain(series, "figure", lambda field: None)})
     return {"panels": found}
+
+
+def legend_below(axis: Axes, columns: int = 2) -> None:
+    """A legend under the panel, where it hides no mark."""
+    axis.legend(
+        loc="upper left", bbox_to_anchor=(-0.05, -0.2), ncols=columns, fontsize=7.5, columnspacing=1.0
+    )
+
+
+def plain_log(axis: Axes, *which: Literal["x", "y"]) -> None:
+    """Logarithmic axes over a few octaves, with plain numbers: 0.5, 1, 2, 5."""
+    for name in which:
+        (axis.set_xscale if name == "x" else axis.set_yscale)("log")
+        side = axis.xaxis if name == "x" else axis.yaxis
+        side.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        side.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}"))
+        side.set_minor_formatter(NullFormatter())
 
 
 def main(experiment: Experiment, arguments: list[str] | None = None) -> int:

@@ -26,7 +26,7 @@ from reports.decisions import decide_share
 from reports.numbers import percent, significant
 from reports.svg import LIGHT
 from reports.verdicts import Part
-from simulations.experiment import Experiment, Write, main
+from simulations.experiment import Experiment, Write, legend_below, main
 from simulations.problems import coupled, ring
 from simulations.problems.base import block_rows
 from simulations.problems.linear_loss import LinearLoss
@@ -399,7 +399,7 @@ def draw(record: Record, axes: Sequence[Axes]) -> None:
     axes[0].set_xlabel("cycle (dotted: predicted slope)")
     axes[0].set_ylabel("loss over first loss")
     axes[0].set_title(f"T5's matrix at {RING_SHARE:g}/L_max")
-    axes[0].legend()
+    legend_below(axes[0])
     for policy, colour in (("full", "full"), ("momentum", "identity"), ("frozen", "frozen")):
         for eps, mark, line_ in ((EPSILONS[0], "o", "-"), (EPSILONS[1], "s", "--")):
             said = [record.predicted(f"movement/{policy}/{p}/{eps:g}") for p in CYCLES]
@@ -415,7 +415,7 @@ def draw(record: Record, axes: Sequence[Axes]) -> None:
     axes[1].set_xlabel("p (dashed and squares: eps = |g|/2)")
     axes[1].set_ylabel("movement a cycle over learning rate")
     axes[1].set_title("AdamW, constant gradient (line: T9)")
-    axes[1].legend()
+    legend_below(axes[1])
 
 
 EXPERIMENT = Experiment(

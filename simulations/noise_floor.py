@@ -19,7 +19,7 @@ from reports.decisions import decide_share
 from reports.numbers import percent, significant
 from reports.svg import LIGHT
 from reports.verdicts import Part
-from simulations.experiment import Experiment, Write, main
+from simulations.experiment import Experiment, Write, legend_below, main
 from simulations.problems import Quadratic, coupled
 from simulations.records import Record, Registered, Size, prediction
 from simulations.runner import Arm, run
@@ -234,18 +234,20 @@ def draw(record: Record, axes: Sequence[Axes]) -> None:
     )
     axes[0].axvspan(-100 * TOLERANCE, 100 * TOLERANCE, color=LIGHT["grid"])
     axes[0].invert_yaxis()
-    axes[0].set_xlabel("measured less predicted, per cent (95 %)")
+    axes[0].tick_params(axis="y", labelsize=7)
+    axes[0].set_xlabel("measured less predicted, % (95 % interval)")
     axes[0].set_title("Excess loss, mean over the cycle")
     for name, colour in zip(PHASES, ("exact", "identity", "frozen"), strict=True):
         row = next(row for row in record.of("floor") if row["arm"] == name)
-        steps = range(1, P + 1)
-        axes[1].plot(steps, record.predicted_values(f"phases/{name}"), "-", color=LIGHT[colour], label=name)  # type: ignore[arg-type]
-        axes[1].plot(steps, [float(np.mean(values)) for values in row["phases"]], "o", color=LIGHT[colour])
+        steps, said_ = range(1, P + 1), np.array(record.predicted_values(f"phases/{name}"), dtype=float)
+        found = np.array(row["phases"]).mean(1)
+        axes[1].plot(steps, 100 * (said_ / said_.mean() - 1), "-", color=LIGHT[colour], label=name)
+        axes[1].plot(steps, 100 * (found / found.mean() - 1), "o", color=LIGHT[colour])
     axes[1].set_xticks(range(1, P + 1))
     axes[1].set_xlabel("after step (line: predicted, points: measured)")
-    axes[1].set_ylabel("excess loss")
+    axes[1].set_ylabel("excess loss off the cycle's mean, %")
     axes[1].set_title("Within the cycle")
-    axes[1].legend()
+    legend_below(axes[1])
 
 
 EXPERIMENT = Experiment(

@@ -10,7 +10,6 @@ from bcd_theory.identity import bias_bound
 from bcd_theory.linear import stability_limit
 from simulations import EXPERIMENTS, get
 from simulations.experiment import main
-from simulations.gallery import page, section
 from simulations.limits import measured_limit
 from simulations.problems import Quadratic, ring
 from simulations.problems.chain import random_chain
@@ -59,15 +58,11 @@ def test_the_ring_separates_the_idle_policies():
         assert (losses[-1] > losses[0]).item() == grows
 
 
-@pytest.mark.parametrize("name", ["planted", "limits", "noise_floor"])
-def test_quick_experiments_write_strict_records(name, tmp_path, capsys):
-    assert main(get(name), ["--out", str(tmp_path), "--json"]) == 0
+def test_planted_gives_the_figures_asked_for(tmp_path, capsys):
+    assert main(get("planted"), ["--out", str(tmp_path), "--json"]) == 0
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
-    record = json.loads((tmp_path / name / "verdicts.json").read_text())
-    assert line["verdict"] == record["verdict"] == "supported"
-    assert record["parts"] and (tmp_path / name / "figure.svg").read_text().startswith("<?xml")
-    if name == "planted":
-        assert line["total"] == 200 and line["wrong"] <= 3 and line["decided_rate"] >= 0.8
+    assert line["verdict"] == "supported" and (line["wrong"], line["total"]) == (0, 200)
+    assert line["decided_rate"] >= 0.8
 
 
 @pytest.mark.slow
@@ -80,10 +75,3 @@ def test_every_quick_experiment_runs_within_a_minute(name):
 def test_unknown_names_name_the_nearest():
     with pytest.raises(ValueError, match="did you mean 'planted'"):
         get("plantd")
-
-
-def test_the_gallery_has_a_section_with_a_figure():
-    experiment = get("planted")
-    record, result = experiment.run()
-    text = page([section(experiment, record.model_dump(mode="json"), result)])
-    assert text.count("<svg") == 1 and 'id="planted"' in text and "<script" not in text
