@@ -27,6 +27,9 @@ def expand(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     config = RunConfig.read(folder.config)
     names = settings.get("arms", [arm.name for arm in config.arms])
     seeds = settings.get("seeds", list(config.seeds))
+    for field, values in (("arms", names), ("seeds", seeds)):
+        if not isinstance(values, list):
+            raise ValueError(f"{field} is {values!r}, expected a list")
     for name in names:
         arm_named(config, name)
     for seed in seeds:
@@ -53,6 +56,12 @@ def train(configurations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for configuration in configurations:
         folder = RunFolder(Path(configuration["run"]))
+        registration = sha256_of(folder.predictions)
+        if registration != configuration["predictions_sha256"]:
+            raise ValueError(
+                f"{folder.predictions}: found {registration[:12]}, expected the predictions "
+                f"{configuration['predictions_sha256'][:12]} that this sweep was made for"
+            )
         status = train_arm(folder, configuration["arm"], configuration["seed"])
         metrics = read_metrics(folder.arm(configuration["arm"], configuration["seed"]).metrics)
         found.append(

@@ -115,7 +115,7 @@ def _arm(settings: Mapping[str, Any], field: str) -> Any:
             raise ValueError(f"unknown setting {field}.{name}; did you mean {near!r}?")
     if "name" not in settings:
         raise ValueError(f"field {field}.name is missing")
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
     try:
         return Arm(**values)
     except (ValueError, TypeError) as error:
