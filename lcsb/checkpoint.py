@@ -42,19 +42,25 @@ def save_checkpoint(
     """Write a checkpoint; `facts` is any strict JSON object.
 
     Raises:
-        OSError: disk full or read-only; nothing with the final name was made.
+        OSError: disk full or read-only, in one line; nothing with the final name was made, earlier ones are whole.
     """
     temporary = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
     tensors = _named_state(parameters, optimizer)
     tensors[_RANDOM] = torch.get_rng_state()
-    save_file(tensors, temporary / "state.safetensors")
-    with (temporary / "state.safetensors").open("rb") as file:
-        os.fsync(file.fileno())
-    write_json(temporary / "state.json", dict(facts))
-    shutil.rmtree(folder, ignore_errors=True)
-    temporary.rename(folder)
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        save_file(tensors, temporary / "state.safetensors")
+        with (temporary / "state.safetensors").open("rb") as file:
+            os.fsync(file.fileno())
+        write_json(temporary / "state.json", dict(facts))
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise OSError(
+            f"{folder}: the checkpoint cannot be written ({str(error).splitlines()[0]}); earlier ones are whole"
+        ) from error
 
 
 def load_checkpoint(
