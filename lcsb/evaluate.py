@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lcsb.data import IGNORED, bos_of, token_ids
+from lcsb.data import IGNORED, Examples, bos_of, token_ids
 from lcsb.tasks.encoding import Encoded, encode, pad_id, padded, rolling
 from lcsb.tasks.formats import Passage, Question
 from lcsb.tasks.load import Item
@@ -65,48 +65,61 @@ def token_losses(
 ) -> list[RowLoss]:
     """-sum of log p(target | tokens before it in the row), for each row, in the order given.
 
-    Rows are batched by length (the longest first), which changes the padding and no figure. Dropout is off and the
-    model's mode is put back.
+    Rows are batched by length (the longest first), and rows that differ in their last token alone (choices of one
+    token) share a forward pass; neither changes a figure. Dropout is off and the model's mode is put back.
 
     Args:
         pad: the id to pad with. Padding is masked and positions count from each row's first token, on either side.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size}, expected at least 1")
-    order = sorted(range(len(rows)), key=lambda index: -len(rows[index].ids))
-    device = next(model.parameters()).device
-    accepted = _parameters(model)
-    losses: dict[int, RowLoss] = {}
+    by_input: dict[tuple[int, ...], list[int]] = {}
+    losses = {index: RowLoss(0.0, 0) for index, row in enumerate(rows) if not row.target_count}
+    for index, row in enumerate(rows):
+        if row.target_count:
+            by_input.setdefault(row.ids[:-1], []).append(index)
+    order = sorted(by_input, key=len, reverse=True)
     with _evaluating(model):
         for start in range(0, len(order), batch_size):
-            chosen = order[start : start + batch_size]
-            batch = padded([rows[index] for index in chosen], pad, padding_side)
-            # Logits are asked for where some row has a target next: over a large vocabulary they cost most.
-            following = batch.labels[:, 1:]
-            places = (following != IGNORED).any(dim=0).nonzero().flatten()
-            arguments = {
-                "input_ids": batch.input_ids,
-                "attention_mask": batch.attention_mask,
-                "position_ids": (batch.attention_mask.cumsum(dim=1) - 1).clamp(min=0),
-                "logits_to_keep": places,
-            }
-            arguments = {name: value.to(device) for name, value in arguments.items() if name in accepted}
-            logits = model(**arguments, use_cache=False).logits
-            if "logits_to_keep" not in accepted:
-                logits = logits[:, places.to(device)]
-            labels = following[:, places].to(device)
-            values = nn.functional.cross_entropy(
-                logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none"
-            )
-            sums = values.double().reshape(labels.shape).sum(dim=1).tolist()
-            counts = (labels != IGNORED).sum(dim=1).tolist()
-            losses |= {
-                index: RowLoss(*pair)
-                for index, pair in zip(chosen, zip(sums, counts, strict=True), strict=True)
-            }
+            inputs = order[start : start + batch_size]
+            members = [(place, index) for place, key in enumerate(inputs) for index in by_input[key]]
+            batch = padded([Encoded(key, (False,) * len(key)) for key in inputs], pad, padding_side)
+            # Labels stand where the logits that predict them come out.
+            following = [Encoded(rows[index].ids[1:], rows[index].targets[1:]) for _, index in members]
+            labels = padded(following, pad, padding_side).labels
+            owner = torch.tensor([place for place, _ in members])
+            sums, counts = _sums(model, batch, labels, owner)
+            for (_, index), total, count in zip(members, sums, counts, strict=True):
+                losses[index] = RowLoss(total, count)
             if progress is not None:
                 progress(len(losses), len(rows))
     return [losses[index] for index in range(len(rows))]
+
+
+def _sums(
+    model: nn.Module, batch: Examples, labels: torch.Tensor, owner: torch.Tensor
+) -> tuple[list[float], list[int]]:
+    """Sum of losses and number of targets of each row of labels [rows, tokens]; row r belongs to input owner[r]."""
+    device = next(model.parameters()).device
+    accepted = _parameters(model)
+    # Logits are asked for where some row has a target: over a large vocabulary they cost most.
+    places = (labels != IGNORED).any(dim=0).nonzero().flatten()
+    arguments = {
+        "input_ids": batch.input_ids,
+        "attention_mask": batch.attention_mask,
+        "position_ids": (batch.attention_mask.cumsum(dim=1) - 1).clamp(min=0),
+        "logits_to_keep": places,
+    }
+    arguments = {name: value.to(device) for name, value in arguments.items() if name in accepted}
+    logits = model(**arguments, use_cache=False).logits
+    if "logits_to_keep" not in accepted:
+        logits = logits[:, places.to(device)]
+    log_probability = torch.log_softmax(logits.float(), dim=-1)
+    labels, owner = labels[:, places].to(device), owner.to(device)
+    column = torch.arange(len(places), device=device)
+    found = log_probability[owner[:, None], column[None, :], labels.clamp(min=0)]
+    values = torch.where(labels == IGNORED, 0.0, -found.double())
+    return values.sum(dim=1).tolist(), (labels != IGNORED).sum(dim=1).tolist()
 
 
 def _parameters(model: nn.Module) -> set[str]:

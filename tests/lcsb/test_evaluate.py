@@ -90,6 +90,35 @@ def test_only_targets_count():
         token_losses(model, rows, batch_size=0)
 
 
+def test_choices_of_one_token_share_a_pass(monkeypatch):
+    """Rows that differ in the last token alone cost one forward pass, and score as they do one by one."""
+    model = tiny.llama()
+    rows = [Encoded((3, 4, 5, last), (False, False, False, True)) for last in (6, 7, 8)]
+    rows += [
+        Encoded((3, 4, 5, 6), (False, True, False, True)),
+        Encoded((9, 6), (False, False)),
+        Encoded((9, 6), (False, True)),
+    ]
+    seen = []
+    real = model.forward
+    model.forward = lambda input_ids, attention_mask, position_ids, logits_to_keep, use_cache: (
+        seen.append(len(input_ids))
+        or real(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            logits_to_keep=logits_to_keep,
+            use_cache=use_cache,
+        )
+    )
+    together = token_losses(model, rows, batch_size=8)
+    assert seen == [2]
+    assert [row.tokens for row in together] == [1, 1, 1, 2, 0, 1] and together[4].total == 0.0
+    for row, loss in zip(rows, together, strict=True):
+        (alone,) = token_losses(model, [row])
+        assert loss.tokens == alone.tokens and loss.total == pytest.approx(alone.total, rel=1e-5)
+
+
 def test_the_model_is_put_back_after_an_error():
     model = tiny.llama().train()
     with pytest.raises(IndexError):
