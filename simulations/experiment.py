@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,16 +41,6 @@ from simulations.records import (
 Write = Callable[[Mapping[str, Any]], None]
 
 
-@dataclass
-class Result:
-    """Former style, until every experiment is converted."""
-
-    parts: list[Part]
-    data: dict[str, Any]
-    draw: Callable[[Axes], None]
-    summary: dict[str, Any] = field(default_factory=dict)
-
-
 def _nothing(record: Record) -> Mapping[str, Any]:
     return {}
 
@@ -71,11 +61,11 @@ class Experiment:
     title: str
     paragraph: str
     theorems: tuple[str, ...]
-    measure: Callable[[Size, int], Any]
-    predict: Callable[[Mapping[str, Any]], Sequence[Prediction]] = None  # type: ignore[assignment]
-    perform: Callable[[Registered, Write], None] = None  # type: ignore[assignment]
-    judge: Callable[[Record], Sequence[Part]] = None  # type: ignore[assignment]
-    draw: Callable[[Record, Sequence[Axes]], None] = None  # type: ignore[assignment]
+    measure: Callable[[Size, int], Mapping[str, Any]]
+    predict: Callable[[Mapping[str, Any]], Sequence[Prediction]]
+    perform: Callable[[Registered, Write], None]
+    judge: Callable[[Record], Sequence[Part]]
+    draw: Callable[[Record, Sequence[Axes]], None]
     panels: int = 1
     summary: Callable[[Record], Mapping[str, Any]] = _nothing
 
@@ -87,34 +77,9 @@ class Experiment:
             with tempfile.TemporaryDirectory() as place:
                 return self.run(size, seed, Path(place))
         folder = RunFolder(Path(out) / self.name)
-        if self.predict is None:
-            return self._former(folder, size, seed)
         self.register(folder, size, seed)
         self.record(folder)
         return self.conclude(folder)
-
-    def _former(self, folder: RunFolder, size: Size, seed: int) -> Any:
-        began = time.perf_counter()
-        result = self.measure(size, seed)
-        verdict = SimulationVerdict(
-            experiment=self.name,
-            title=self.title,
-            theorems=self.theorems,
-            size=size,
-            seed=seed,
-            predictions_sha256="0" * 64,
-            verdict=combine([part.verdict for part in result.parts if part.counts]),
-            parts=tuple(result.parts),
-            summary=plain(result.summary, "summary"),
-            seconds=round(time.perf_counter() - began, 3),
-            command=f"lcsb simulate {self.name} --size {size}",
-        )
-        write_json(folder.verdicts, verdict)
-        with style():
-            figure, axes = panels(False, 1, 3.4)
-            result.draw(axes[0])
-            write_text(folder.root / "figure.svg", standalone(render_svg(figure), self.title))
-        return verdict, result
 
     def register(self, folder: RunFolder, size: Size, seed: int) -> None:
         """Measure and predict: measurements.json, then predictions.json. A former record of the folder is removed."""

@@ -395,7 +395,10 @@ def draw(record: Record, axes: Sequence[Axes]) -> None:
         half = len(curve) // 2
         ahead = np.arange(half, len(curve))
         line = curve[half] / curve[0] * np.exp(growth * (ahead - half))
+        if idle == "momentum":  # its slope is met from the first cycles on, before the panel ends
+            ahead, line = ahead - half + 5, curve[5] / curve[0] * np.exp(growth * (ahead - half))
         axes[0].semilogy(ahead, line, ":", color=LIGHT["ink"], linewidth=2.4)
+    axes[0].set_ylim(1e-5, 1e20)
     axes[0].set_xlabel("cycle (dotted: predicted slope)")
     axes[0].set_ylabel("loss over first loss")
     axes[0].set_title(f"T5's matrix at {RING_SHARE:g}/L_max")

@@ -319,6 +319,8 @@ def draw(record: Record, axes: Sequence[Axes]) -> None:
         axes[1].plot(*zip(*pairs, strict=True), "o", color=LIGHT["exact"], markersize=3, alpha=0.6)
     axes[1].axvspan(-100 * TOLERANCE, 100 * TOLERANCE, color=LIGHT["grid"])
     axes[1].set_yticks(range(len(ARMS)), [arm_.name.replace(", v frozen", "") for arm_ in ARMS])
+    axes[1].set_xlim(-1.15, 1.15)
+    axes[1].set_xticks([-1, -0.5, 0, 0.5, 1])
     axes[1].invert_yaxis()
     axes[1].tick_params(axis="y", labelsize=7)
     axes[1].set_xlabel("measured less predicted, %")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -92,8 +93,6 @@ def test_predictions_are_on_disk_before_the_first_step_and_do_not_change(tmp_pat
         )
         _perform(registered, write)
 
-    import dataclasses
-
     dataclasses.replace(TOY, perform=perform).run("quick", 0, tmp_path)
     assert seen == [True, True]
 
@@ -148,7 +147,6 @@ def test_a_new_run_replaces_the_old_record(place):
 
 
 def test_a_measurement_that_is_not_finite_is_refused(tmp_path):
-    import dataclasses
 
     wrong = dataclasses.replace(TOY, measure=lambda size, seed: {"L": float("nan")})
     with pytest.raises(ValueError, match=r"measurements\.L is nan"):
