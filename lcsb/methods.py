@@ -98,8 +98,10 @@ class Lisa(SelectiveBackward):
 
     The draw is uniform without replacement and at step t a function of (seed, t // period) alone. Frozen layers have
     no gradient and do not move; whatever is trainable outside the decoder layers is trained at every step: nothing
-    with adapters; embedding, final norm and head after `unfreeze`. With adapters T6b holds for one period (idle
-    `frozen`, exact gradients, any order); with a large embedding trained at every step no theorem here covers it.
+    with adapters; embedding, final norm and head after `unfreeze`. With adapters, exact gradients and kept moments the
+    order of blocks is one that T6b allows (for EMA momentum; AdamW adds its own scaling), though T6b's rate over
+    cycles is not there: a layer may wait for any number of periods. With outer parameters trained at every step, or
+    moments dropped, no theorem here applies.
 
     Args:
         active_layers: gamma of the paper.
@@ -438,17 +440,20 @@ def _layers_with_parameters(model: nn.Module) -> Iterator[int]:
             yield index
 
 
-def loss_and_gradient(method: SelectiveBackward, loss: Loss) -> torch.Tensor:
-    """One forward pass and whatever the method needs of it for its step; returns the loss without a graph.
+def loss_and_gradient(method: SelectiveBackward, *losses: Loss) -> torch.Tensor:
+    """The forward passes of a step and whatever the method needs of them; returns their sum without a graph.
 
     A loss that is not finite gets no backward pass: its gradient would only hide where it came from.
     """
     if isinstance(method, MeZO):
-        return method.evaluate(loss)
-    value = loss()
-    if bool(torch.isfinite(value)):
-        value.backward()
-    return value.detach()
+        return method.evaluate(lambda: sum((loss() for loss in losses[1:]), losses[0]()))
+    values = []
+    for loss in losses:
+        value = loss()
+        if bool(torch.isfinite(value)):
+            value.backward()
+        values.append(value.detach())
+    return torch.stack(values).sum()
 
 
 def optimizer_for(method: SelectiveBackward, adamw: torch.optim.AdamW) -> torch.optim.Optimizer:

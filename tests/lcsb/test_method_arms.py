@@ -12,11 +12,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import lcsb.train
+from bcd_theory.predict import Measurements
 from lcsb import stages
 from lcsb.prepare import language_batch, make_optimizer, prepare
 from lcsb.train import train_arm
 from reports.arms import NAMED_ARMS
-from reports.records import RunFolder, read_metrics
+from reports.records import RunConfig, RunFolder, read_metrics, read_record
 
 STEPS = 13
 BASELINES = sorted(name for name, arm in NAMED_ARMS.items() if arm.method != "lcsb")
@@ -125,27 +126,21 @@ def test_whole_layer_lisa_saves_the_model(run, tmp_path):
     place = run.arm("lisa-layers", 0)
     assert not place.adapter.exists()
     model = AutoModelForCausalLM.from_pretrained(place.root / "model", local_files_only=True)
-    base = AutoModelForCausalLM.from_pretrained(json.loads(json.dumps(_model_of(run))), local_files_only=True)
+    base = AutoModelForCausalLM.from_pretrained(RunConfig.read(run.config).model, local_files_only=True)
     assert (model.lm_head.weight != base.lm_head.weight).any()
     trained = {i for step in read_metrics(place.metrics).steps for i in step.selected}
     for i, (new, old) in enumerate(zip(model.model.layers, base.model.layers, strict=True)):
         assert bool((new.mlp.up_proj.weight != old.mlp.up_proj.weight).any()) == (i in trained)
 
 
-def _model_of(run):
-    from reports.records import RunConfig
-
-    return RunConfig.read(run.config).model
-
-
-def test_full_arm_is_plain_lora_training_by_trainer(run, tmp_path, monkeypatch):
+@pytest.mark.parametrize("quantization", ["null", "nf4"])
+def test_full_arm_is_plain_qlora_training_by_trainer(run, tmp_path, quantization):
     """The baseline "plain QLoRA by Trainer" needs no arm of its own: `full` has its weights."""
     run = copied(run, tmp_path / "a")
-    run.config.write_text(run.config.read_text().replace("dropout: 0.2", "dropout: 0.0"))
-    train_arm(run, "full", 0)
-    from reports.records import RunConfig
-
     config = RunConfig.read(run.config)
+    config = config.override(["arms=full", f"quantization={quantization}", "lora.dropout=0"])
+    run.config.write_text(config.to_yaml())
+    train_arm(run, "full", 0)
     model, corpus = prepare(config, 0, recompute=False)
     rows = []
     for t in range(STEPS):
@@ -173,9 +168,6 @@ def test_full_arm_is_plain_lora_training_by_trainer(run, tmp_path, monkeypatch):
 
 def test_expected_seconds_of_every_named_arm(run):
     """The time left is shown for each arm; a method without a measured cost of its own has that of a mode."""
-    from bcd_theory.predict import Measurements
-    from reports.records import RunConfig, read_record
-
     expected = stages._Expected(RunConfig.read(run.config), read_record(run.measurements, Measurements))
     seconds = {name: expected.arm(arm) for name, arm in NAMED_ARMS.items()}
     assert all(value > 0 for value in seconds.values())
