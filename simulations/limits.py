@@ -334,7 +334,7 @@ EXPERIMENT = Experiment(
     "compared with the exact limit of the cycle's linear map: without momentum, with both idle policies, heavy ball, "
     "and AdamW with its second moment frozen. The left panel maps cyclic descent's gain over full descent of the same "
     "optimiser against the coupling: without momentum the limit is at least L / L_max times full's; at momentum 0.9 "
-    "both idle policies have lower limits than full.",
+    "both idle policies mostly have lower limits than full.",
     ("T1", "T4", "T5", "T6b"),
     measure,
     predict,
