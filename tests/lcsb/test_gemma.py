@@ -15,7 +15,7 @@ from lcsb.measure.fidelity import measure_fidelity
 from lcsb.models import attach_lora, load_quantized, run_header
 from lcsb.selective import selective_backward
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +38,11 @@ def test_joined_file_and_model(gemma):
     header = run_header(model)
     assert header["tied_embeddings"] and header["trainable_parameters"] == 3_796_992
     assert header["targets_near_zero"] == 0 and header["parameter_bytes"]["float32"] > 4 * 262_144 * 640
-    ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
+    text = "Paris is the capital of France. Berlin is the capital of"
+    ids = tokenizer(text, return_tensors="pt").input_ids
     assert ids[0, 0] == tokenizer.bos_token_id
     with torch.no_grad():
-        assert tokenizer.decode(model.eval()(input_ids=ids).logits[0, -1].argmax()).strip() == "Paris"
+        assert tokenizer.decode(model.eval()(input_ids=ids).logits[0, -1].argmax()).strip() == "Germany"
 
 
 def test_five_steps_and_the_modes(gemma):
