@@ -84,8 +84,10 @@ def validate(
         _describe(settings, root)
         return
     from lcsb import stages
+    from lcsb.distributed import refuse_unsupported_launch
     from lcsb.progress import duration
 
+    refuse_unsupported_launch("lcsb validate")
     folder = stages.open_run(root, settings)
     progress = _progress()
     stages.measure(folder, progress)
@@ -201,9 +203,11 @@ def train(
 
     Example: [bold]lcsb train runs/mine --arm exact-frozen --seed 1[/]
     """
+    from lcsb.distributed import refuse_unsupported_launch
     from lcsb.jobs import start_worker
     from lcsb.train import train_arm
 
+    refuse_unsupported_launch()
     folder = _folder(run)
     start_worker(1)
     status = train_arm(folder, arm, seed)
@@ -219,7 +223,9 @@ def run_(run: Run) -> None:
     Example: [bold]lcsb run runs/mine[/]
     """
     from lcsb import stages
+    from lcsb.distributed import refuse_unsupported_launch
 
+    refuse_unsupported_launch("lcsb run")
     stages.run(_folder(run), _progress())
 
 

@@ -7,6 +7,7 @@ import math
 import shutil
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 from torch import nn
 
 from lcsb.checkpoint import load_checkpoint, save_checkpoint
-from lcsb.data import Corpus
+from lcsb.data import IGNORED, Corpus
+from lcsb.distributed import Replicas, join
 from lcsb.idle_law import IdleLaw
 from lcsb.methods import idle_law_of, loss_and_gradient, open_method, optimizer_for
 from lcsb.prepare import held_out_loss, language_batch, layers_per_step, make_optimizer, prepare
@@ -66,7 +68,7 @@ def train_arm(folder: RunFolder, arm_name: str, seed: int) -> str:
     """Train one arm with one seed, from its newest checkpoint if there is one; returns `done` or `diverged`.
 
     Reads config.yaml, measurements.json and predictions.json of the run and writes below arms/<arm>/seed-<n>/. An arm
-    that is finished is left alone.
+    that is finished is left alone. Started by torchrun in several processes, each takes its share of every batch.
 
     Raises:
         ValueError: an unknown arm or seed; a metrics file that belongs to other predictions.
@@ -86,6 +88,9 @@ def train_arm(folder: RunFolder, arm_name: str, seed: int) -> str:
             )
         if metrics.end is not None:
             return metrics.end.status
+    replicas = join()
+    _refuse_uneven(config, arm, replicas)
+    replicas.wait()  # every process has read the metrics before the first one writes to them
     loss_at_start = float(read_json(folder.measurements)["held_out_loss"])
     whole = arm.trains_whole_layers
     model, corpus = prepare(config, seed, recompute=config.recompute_arms, whole_layers=whole)
@@ -107,7 +112,34 @@ def train_arm(folder: RunFolder, arm_name: str, seed: int) -> str:
         "steps": config.steps,
         "loss_at_start": loss_at_start,
     }
-    return _Arm(config, place, model, corpus, optimizer, lcsb, seed, loss_at_start).run(header)
+    return _Arm(config, place, model, corpus, optimizer, lcsb, seed, loss_at_start, replicas).run(header)
+
+
+def _refuse_uneven(config: RunConfig, arm: ArmConfig, replicas: Replicas) -> None:
+    if config.batch_size % replicas.size:
+        raise ValueError(
+            f"batch_size: {config.batch_size} rows in {replicas.size} processes, expected a multiple of their number"
+        )
+    if replicas.size > 1 and arm.method != "lcsb":
+        raise ValueError(f"arm {arm.name}: method {arm.method} runs in one process, found {replicas.size}")
+
+
+class _Silent:
+    """What the processes other than rank 0 write their records to."""
+
+    lines = 0
+
+    def __enter__(self) -> _Silent:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def write(self, record: dict[str, Any]) -> None:
+        pass
+
+    def sync(self) -> None:
+        pass
 
 
 class _Arm:
@@ -123,7 +155,9 @@ class _Arm:
         lcsb: SelectiveBackward,
         seed: int,
         loss_at_start: float,
+        replicas: Replicas,
     ) -> None:
+        self.replicas = replicas
         self.config, self.place, self.model, self.corpus = config, place, model, corpus
         self.optimizer, self.lcsb, self.seed, self.loss_at_start = optimizer, lcsb, seed, loss_at_start
         self.windows = corpus.held_out[: config.eval_windows]
@@ -132,6 +166,7 @@ class _Arm:
     def run(self, header: dict[str, Any]) -> str:
         start = _layer_vectors(self.lcsb)  # a function of the seed, so not in the checkpoint
         writer, resumed = self._open()
+        self.replicas.attach(self.lcsb)
         self._vectors = _layer_vectors(self.lcsb)
         with writer, self.lcsb as lcsb:
             if not resumed:
@@ -161,25 +196,25 @@ class _Arm:
             self._finish(writer, start, status)
         return self._status
 
-    def _open(self) -> tuple[MetricsWriter, bool]:
+    def _open(self) -> tuple[MetricsWriter | _Silent, bool]:
         for t, folder in reversed(self.place.checkpoints()):
             facts = load_checkpoint(folder, self.lcsb.parameters(), self.optimizer)
             self.progress = _Progress(t, facts["losses"], facts["path"], facts["seconds"])
             self.lcsb.load_state_dict(facts["selection"])
-            return MetricsWriter(self.place.metrics, resume_at=facts["lines"]), True
-        if self.place.metrics.exists():  # stopped before its first checkpoint
-            return MetricsWriter(self.place.metrics, resume_at=0), False
-        return MetricsWriter(self.place.metrics), False
+            return self._writer(facts["lines"]), True
+        return self._writer(0 if self.place.metrics.exists() else None), False  # 0: stopped before a checkpoint
 
-    def _step(self, writer: MetricsWriter) -> None:
+    def _writer(self, resume_at: int | None) -> MetricsWriter | _Silent:
+        return _Silent() if self.replicas.rank else MetricsWriter(self.place.metrics, resume_at=resume_at)
+
+    def _step(self, writer: MetricsWriter | _Silent) -> None:
         lcsb, t = self.lcsb, self.progress.t
         begin = time.perf_counter()
         lcsb.begin()
-        windows = self.corpus.batch(self.seed, t, self.config.batch_size)
-        batch = language_batch(windows, self.model)
-        value = float(loss_and_gradient(lcsb, lambda: self.model(**batch).loss))
+        value = self._loss_and_gradient(t)
         if not math.isfinite(value):
             raise NonFiniteError(f"step {t}: the training loss is {value}; the step was not taken")
+        self.replicas.average_gradients(lcsb.trained_parameters())
         middle = time.perf_counter()
         selected = lcsb.selected  # the schedule `importance` chooses by the gradient just measured
         if self._law is not None:
@@ -215,13 +250,41 @@ class _Arm:
         progress.path = [total + m for total, m in zip(progress.path, moved, strict=True)]
         progress.seconds += seconds
 
-    def _evaluate(self, writer: MetricsWriter) -> float:
+    def _loss_and_gradient(self, t: int) -> float:
+        """Mean loss over the targets of the step's batches, on all processes, and this process's share of its gradient.
+
+        Each backward pass has the mean over its own targets, so it is weighted by their share of the step's.
+        """
+        config, replicas = self.config, self.replicas
+        rows = self.corpus.batch(self.seed, t, config.batch_size * config.accumulation)
+        share = config.batch_size * config.accumulation // replicas.size
+        mine = rows[replicas.rank * share : (replicas.rank + 1) * share]
+        batches = [
+            language_batch(part, self.model) for part in mine.split(config.batch_size // replicas.size)
+        ]
+        targets = [int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in batches]
+        everywhere = replicas.agree(torch.tensor([sum(targets)], dtype=torch.float64), "sum")
+        losses = [
+            partial(self._weighted_loss, batch, count * replicas.size / everywhere.item())
+            for batch, count in zip(batches, targets, strict=True)
+        ]
+        value = loss_and_gradient(self.lcsb, *losses).double().reshape(1)
+        return float(replicas.agree(value, "mean"))
+
+    def _weighted_loss(self, batch: dict[str, torch.Tensor], weight: float) -> torch.Tensor:
+        loss: torch.Tensor = self.model(**batch).loss
+        return loss * weight
+
+    def _evaluate(self, writer: MetricsWriter | _Silent) -> float:
         loss, tokens = held_out_loss(self.model, self.windows)
         writer.write({"kind": "eval", "t": self.progress.t, "held_out_loss": loss, "tokens": tokens})
         self._last_evaluation = (self.progress.t, loss)
         return loss
 
-    def _save(self, writer: MetricsWriter) -> None:
+    def _save(self, writer: MetricsWriter | _Silent) -> None:
+        if self.replicas.rank:
+            self.replicas.wait()
+            return
         writer.sync()
         progress = self.progress
         facts = {"t": progress.t, "lines": writer.lines, "losses": progress.losses, "path": progress.path}
@@ -230,8 +293,9 @@ class _Arm:
         for t, folder in self.place.checkpoints():
             if t < progress.t:
                 shutil.rmtree(folder)
+        self.replicas.wait()
 
-    def _finish(self, writer: MetricsWriter, start: list[torch.Tensor], status: str) -> None:
+    def _finish(self, writer: MetricsWriter | _Silent, start: list[torch.Tensor], status: str) -> None:
         progress = self.progress
         at = diverged_at(progress.losses, self.loss_at_start)
         if at is not None and status != "diverged":
@@ -241,7 +305,7 @@ class _Arm:
             t, loss = self._last_evaluation
             if t != progress.t:
                 raise RuntimeError(
-                    f"{writer.path}: the last evaluation is at step {t}, expected {progress.t}"
+                    f"{self.place.metrics}: the last evaluation is at step {t}, expected {progress.t}"
                 )
             if no_progress(loss if math.isfinite(loss) else None, self.loss_at_start):
                 writer.write({"kind": "event", "t": progress.t, "event": "no-progress"})
@@ -250,7 +314,8 @@ class _Arm:
             for new, old in zip(self._vectors, start, strict=True)
         ]
         writer.write({"kind": "movement", "t": progress.t, "layer_rms": rms, "layer_path": progress.path})
-        self._save_trained()
+        if self.replicas.rank == 0:
+            self._save_trained()
         writer.write(
             {
                 "kind": "end",
@@ -261,7 +326,8 @@ class _Arm:
             }
         )
         writer.sync()
-        for _, folder in self.place.checkpoints():
+        self.replicas.wait()
+        for _, folder in self.place.checkpoints() if self.replicas.rank == 0 else ():
             shutil.rmtree(folder)
 
     def _save_trained(self) -> None:

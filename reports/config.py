@@ -77,7 +77,8 @@ class RunConfig(Settings):
     seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] = [0, 1, 2]  # noqa: RUF012
     steps: PositiveInt = 60
     cycle_length: PositiveInt = 4
-    batch_size: PositiveInt = 1
+    batch_size: PositiveInt = 1  # rows of one backward pass, over all processes
+    accumulation: PositiveInt = 1  # backward passes of one step, each of batch_size rows
     eval_every: PositiveInt = 30
     eval_windows: PositiveInt = 8
     checkpoint_every: PositiveInt = 20
