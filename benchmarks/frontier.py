@@ -32,6 +32,7 @@ from reports.records import RunConfig, environment
 MODELS = ("smollm2-135m", "gemma3-270m")
 TARGETS = (0.3, 0.5, 0.8)
 CYCLE_LENGTH = 4
+JUDGED_SEED = 1  # adapters and batches are not the frontier's
 JUDGED = ("smollm2-135m", 0.5, 0.9)  # model, min_cosine, share of refreshes
 
 
@@ -217,7 +218,7 @@ def judge_certified(
         {"model": name, "cycle_length": CYCLE_LENGTH, "data": {"tokens": size.tokens}}
     )
     # Without recompute: the same trajectory bit for bit, in less time.
-    model, corpus = prepare(config, 0, recompute=False)
+    model, corpus = prepare(config, JUDGED_SEED, recompute=False)
     optimizer = make_optimizer(model, config, config.optimizer.learning_rate)
     settings = LCSBConfig(
         "certified",
@@ -229,7 +230,7 @@ def judge_certified(
     with selective_backward(model, settings) as lcsb:
         for t in range(size.judged_steps):
             lcsb.begin()
-            model(**language_batch(corpus.batch(0, t, 1), model)).loss.backward()
+            model(**language_batch(corpus.batch(JUDGED_SEED, t, 1), model)).loss.backward()
             made = lcsb.step(optimizer).refreshed
             if made:
                 idle = [plan for plan in made if plan.trials]

@@ -3,9 +3,9 @@
 A plan grades each idle layer above the lowest selected one: identity, mlp or exact. The first guess composes the
 layers' own cosines on the recorded pass (`bcd_theory.plans`, an expectation and no guarantee). Then the rule: a plan is
 accepted only after a backward pass in that very plan on the recorded micro-batch has shown the adapter cosine of every
-selected layer to be at least `min_cosine`; else the idle layer nearest above the failing one is raised one grade and
-it is tried again. Raising the nearest layer leaves the surrogate gradient further up as it was, so a retry costs the
-layers from there down alone.
+selected layer to be at least `min_cosine`, and a margin above it since batches differ; else the idle layer nearest
+above the failing one is raised one grade and it is tried again. Raising the nearest layer leaves the surrogate gradient
+further up as it was, so a retry costs the layers from there down alone.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ class Planner:
         layers: the decoder layers.
         adapters: one dict a layer.
         min_cosine: target in (0, 1).
+        margin: in [0, 1): on this pass a plan must show min_cosine + margin (1 - min_cosine), because it has to hold on
+            other batches.
         agree: turns the cosines that one process measured into those that all processes go by; None for one process.
 
     Attributes:
@@ -72,9 +74,11 @@ class Planner:
         layers: Sequence[nn.Module],
         adapters: Sequence[Mapping[str, nn.Parameter]],
         min_cosine: float,
+        margin: float = 0.0,
         agree: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        self.recorded, self.adapters, self.min_cosine, self._agree = recorded, adapters, min_cosine, agree
+        self.recorded, self.adapters, self._agree = recorded, adapters, agree
+        self.min_cosine, self.margin = min_cosine, margin
         self.costs = layer_costs(layers)
         self.n = len(layers)
         self.work = 0
@@ -82,6 +86,11 @@ class Planner:
         # What the newest pass went by, from the top down, and its gradients at the layers' outputs.
         self._path: list[str] = []
         self._above = [recorded.true_above(self.n - 1)]
+
+    @property
+    def accepted_from(self) -> float:
+        """The cosine from which a plan is accepted on this pass."""
+        return self.min_cosine + self.margin * (1 - self.min_cosine)
 
     def _agreed(self, values: Sequence[float]) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64)
@@ -123,7 +132,7 @@ class Planner:
 
     def raised(self, grades: Grades, cosines: Mapping[int, float]) -> Grades | None:
         """The plan with the idle layer nearest above the uppermost failing layer raised (None: all exact there)."""
-        failing = max(index for index, value in cosines.items() if not value >= self.min_cosine)
+        failing = max(index for index, value in cosines.items() if not value >= self.accepted_from)
         for index in range(failing + 1, self.n):
             grade = grades[index]
             if grade in ("identity", "mlp"):
@@ -178,7 +187,7 @@ class Planner:
         if old is not None:
             measured[old.grades] = self.measure(block, old.grades)
             before = min(measured[old.grades].values())
-        holds = before is not None and before >= self.min_cosine
+        holds = before is not None and before >= self.accepted_from
         grades = self.guess(block)
         while True:
             if old is not None and holds and self.cost(block, grades) >= old.cost:
@@ -186,7 +195,7 @@ class Planner:
                 break
             if grades not in measured:
                 measured[grades] = self.measure(block, grades)
-            if min(measured[grades].values()) >= self.min_cosine:
+            if min(measured[grades].values()) >= self.accepted_from:
                 break
             raised = self.raised(grades, measured[grades])
             if raised is None:

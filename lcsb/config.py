@@ -47,6 +47,8 @@ class LCSBConfig:
         layers_per_step: k; None selects all layers at every step.
         seed: seed of schedules that draw; None takes the run's seed.
         min_cosine: target in (0, 1) of mode `certified`, and of the schedule `adaptive` when it goes by fidelity.
+        cosine_margin: in [0, 1): on the batch of a refresh a plan of mode `certified` must show min_cosine +
+            cosine_margin (1 - min_cosine), so that it keeps min_cosine on batches that it was not measured on.
         refresh_every: R >= 1: at every R-th step, from step 0, the backward pass of the first micro-batch is exact
             and measures what `certified`, `importance` and `adaptive` (by fidelity) go by.
         fixed_layers: the decoder layers of the schedule `fixed`.
@@ -68,6 +70,7 @@ class LCSBConfig:
     layers_per_step: int | None = None
     seed: int | None = None
     min_cosine: float = 0.5
+    cosine_margin: float = 0.2
     refresh_every: int = 50
     fixed_layers: tuple[int, ...] | None = None
     depth_exponent: float = 1.0
@@ -87,6 +90,8 @@ class LCSBConfig:
                 f"expected one of {', '.join(TRAINER_SCHEDULES)}"
             )
         _one_of("schedule", self.schedule, TRAINER_SCHEDULES)
+        if not 0.0 <= self.cosine_margin < 1.0:
+            raise ValueError(f"cosine_margin is {self.cosine_margin}, expected a number from 0 to below 1")
         if self.layers_per_step is not None and self.layers_per_step < 1:
             raise ValueError(
                 f"layers_per_step: found {self.layers_per_step}, expected at least 1 (or None: all)"

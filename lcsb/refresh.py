@@ -181,7 +181,9 @@ class Refresh:
         complete = torch.tensor([recorded.complete(min(self.trainable))], dtype=torch.float64)
         if not (complete if lowest is None else lowest(complete)):  # every process, or none
             return None
-        return Planner(recorded, self.layers, self.adapters, self.config.min_cosine, lowest)
+        return Planner(
+            recorded, self.layers, self.adapters, self.config.min_cosine, self.config.cosine_margin, lowest
+        )
 
     def finish(self, t: int) -> bool:
         """Make the step's measurements, if an exact pass has ended; returns whether there were any to make."""

@@ -117,7 +117,9 @@ def test_a_plan_that_fails_is_raised_at_the_nearest_layer(monkeypatch):
     monkeypatch.setattr(Planner, "measure", spy)
     model = build()
     batch = tiny.batch(model)
-    with selective_backward(model, LCSBConfig("certified", layers_per_step=1, min_cosine=0.97)) as lcsb:
+    with selective_backward(
+        model, LCSBConfig("certified", layers_per_step=1, min_cosine=0.97, cosine_margin=0.0)
+    ) as lcsb:
         lcsb.begin()
         model(**batch).loss.backward()
         plan = lcsb.finish_refresh()[0]
@@ -135,6 +137,19 @@ def test_a_plan_that_fails_is_raised_at_the_nearest_layer(monkeypatch):
         value,
     ) in trials:  # a retry reuses what is further up: each must still be the pass in that very plan
         assert value == pytest.approx(min(reference_cosines(model, batch, (0,), grades)), abs=1e-9)
+
+
+def test_the_margin_raises_what_a_plan_must_show():
+    plans = []
+    for margin in (0.0, 0.9):
+        model = build()
+        config = LCSBConfig("certified", layers_per_step=1, min_cosine=0.5, cosine_margin=margin)
+        with selective_backward(model, config) as lcsb:
+            lcsb.begin()
+            model(**tiny.batch(model)).loss.backward()
+            plans.append(lcsb.finish_refresh()[0])
+    assert 0.5 <= plans[0].cosine < 0.95 <= plans[1].cosine
+    assert plans[0].cost < plans[1].cost <= plans[1].exact_cost
 
 
 @pytest.mark.parametrize("lengths", [None, [12, 7]])
@@ -414,6 +429,8 @@ def test_trained_embedding_still_gets_its_gradient():
         ({"min_cosine": 1.0}, "min_cosine is 1.0"),
         ({"min_cosine": float("nan")}, "min_cosine is nan"),
         ({"refresh_every": 0}, "refresh_every is 0, expected at least 1"),
+        ({"cosine_margin": 1.0}, "cosine_margin is 1.0, expected a number from 0 to below 1"),
+        ({"cosine_margin": -0.1}, "cosine_margin is -0.1"),
         ({"schedule": "importance"}, "'certified' keeps one plan a block, and schedule 'importance' draws"),
         ({"schedule": "depth-weighted"}, "draws single layers"),
         ({"schedule": "adaptive"}, "give seconds_per_step"),
