@@ -64,8 +64,7 @@ def held(configurations):
     return [{"twice": 2 * c["x"], "pid": os.getpid()}]
 
 
-@pytest.mark.parametrize("together", [None, lambda c: "all"])
-@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize(("jobs", "together"), [(1, None), (1, lambda c: "all"), (2, lambda c: "all")])
 def test_one_failed_run_loses_no_other(tmp_path, together, jobs):
     found = sweep(CONFIGURATIONS, tmp_path, double, together=together, jobs=jobs)
     assert len(found.done) == 4 and found.failed == {key_of({"x": 2}): "ArithmeticError: two is refused"}
@@ -331,6 +330,7 @@ def test_a_cluster_survives_a_killed_worker(tmp_path, cluster):
     assert results[0]["pid"] != killed[0] == int((tmp_path / "started-0").read_text())
 
 
+@pytest.mark.slow
 def test_the_command_on_a_cluster(tmp_path, cluster):
     (tmp_path / "grid.yaml").write_text(json.dumps(GRID))
     words = (tmp_path / "grid.yaml", "--out", tmp_path / "out", "--json")
