@@ -128,11 +128,6 @@ def test_the_trainer_killed_three_times(trainer, tmp_path):
     trainer.killed_at_random(tmp_path, 1)
 
 
-def test_an_arm_killed_in_a_save(arm, tmp_path):
-    assert arm.killed(tmp_path / "half", point="half")
-    assert arm.killed(tmp_path / "renamed", point="renamed")
-
-
 @pytest.mark.slow
 def test_the_trainer_killed_twenty_times(trainer, tmp_path):
     for point in TRAINER_POINTS:

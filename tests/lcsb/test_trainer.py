@@ -223,12 +223,11 @@ def assert_clean(model):
     model.zero_grad()
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("config", [
-    LCSBConfig("exact", layers_per_step=2),
-    LCSBConfig("identity", "frozen", layers_per_step=1, schedule="shuffled"),
-    LCSBConfig("mlp", layers_per_step=3, schedule="importance", refresh_every=2),
-], ids=lambda config: config.schedule)  # fmt: skip
+@pytest.mark.parametrize("config, recompute", [
+    (LCSBConfig("exact", layers_per_step=2), True),
+    (LCSBConfig("identity", "frozen", layers_per_step=1, schedule="shuffled"), False),
+    (LCSBConfig("mlp", layers_per_step=3, schedule="importance", refresh_every=2), True),
+], ids=["exact", "identity", "mlp"])  # fmt: skip
 def test_lcsb_trainer_equals_the_hand_written_loop_bit_for_bit(tmp_path, config, recompute):
     """Accumulation of 2, clipping, weight decay, warm-up and a cosine schedule included."""
     first = tiny.with_lora(tiny.llama())
@@ -264,9 +263,8 @@ def test_lcsb_trainer_equals_the_hand_written_loop_bit_for_bit(tmp_path, config,
     assert min(r.grad_norm for r in records) > 0.1, "nothing was clipped: this test proves too little"
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.05])
-@pytest.mark.parametrize("config", [
-    LCSBConfig("full"), LCSBConfig("exact", "frozen"), LCSBConfig("identity", layers_per_step=4),
+@pytest.mark.parametrize("config, clip", [
+    (LCSBConfig("full"), 0.05), (LCSBConfig("exact", "frozen"), 0.0), (LCSBConfig("identity", layers_per_step=4), 0.05),
 ], ids=["full", "exact", "identity"])  # fmt: skip
 def test_all_layers_selected_is_plain_qlora_bit_for_bit(nf4, tmp_path, config, clip):
     """U02, U11: nothing is lost, with recompute, accumulation, clipping and dropout."""
@@ -340,17 +338,17 @@ def test_clipping_and_logged_norm_are_of_the_selected_layers(tmp_path):
     assert norms[1] < norms[4]
 
 
-@pytest.mark.parametrize("way", ["returns", "exception", "ctrl-c"])
+@pytest.mark.parametrize("way", ["returns", "ctrl-c"])
 def test_the_model_is_clean_afterwards(tmp_path, way):
     class Fail(TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, **kwargs):
             if way != "returns" and state.global_step == 2:
-                raise {"exception": RuntimeError("boom"), "ctrl-c": KeyboardInterrupt()}[way]
+                raise KeyboardInterrupt
 
     model = tiny.with_lora(tiny.llama())
     config = LCSBConfig("identity", layers_per_step=1)
     trainer = lcsb_trainer(model, tmp_path / "a", config, callbacks=[Fail()], neftune_noise_alpha=1.0)
-    with contextlib.nullcontext() if way == "returns" else pytest.raises((RuntimeError, KeyboardInterrupt)):
+    with contextlib.nullcontext() if way == "returns" else pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert trainer.lcsb.lcsb is None
     model.zero_grad()
@@ -587,8 +585,8 @@ class Overflow:
         return loss * 1e38 * 1e38 if self.state.global_step == 2 else loss
 
 
-@pytest.mark.parametrize("clip", [0.0, 1.0])
-@pytest.mark.parametrize("make", [LCSBTrainer, Trainer], ids=["trainer", "callback"])
+@pytest.mark.parametrize("make, clip", [(LCSBTrainer, 1.0), (LCSBTrainer, 0.0), (Trainer, 1.0)],
+                         ids=["trainer", "unclipped", "callback"])  # fmt: skip
 def test_a_step_that_is_not_finite(tmp_path, make, clip):
     """U09: the step is skipped or stops the run, and poisons no moment."""
     trainer_class = type("Overflowing", (Overflow, make), {})
