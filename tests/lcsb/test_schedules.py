@@ -172,19 +172,26 @@ def test_accumulation_measures_the_first_micro_batch():
         assert (value - first[name] - second[name]).abs().max() <= 1e-10 * value.abs().max()
 
 
-def test_several_processes_average_their_norms():
+def test_several_processes_go_by_their_mean_gradient():
+    """Importance: norms of the mean gradient, here of this process's and another's that is its double."""
     model = build()
-    with selective_backward(model, config_for("importance"), seed=5) as lcsb:
-        asked = []
+    batch = tiny.batch(model, seed=0)
+    norms = []
+    for factor in (1.0, 1.5):
+        with selective_backward(model, config_for("importance"), seed=5) as lcsb:
+            asked = []
 
-        def agree(values, how):
-            asked.append(how)
-            return torch.arange(N, dtype=torch.float64)
+            def agree(values, how, factor=factor, asked=asked):
+                asked.append(how)
+                return factor * values
 
-        lcsb.refresh.agree = agree
-        lcsb.begin()
-        model(**tiny.batch(model)).loss.backward()
-        assert asked == ["mean"] and lcsb.measured.schedule == {0: list(range(N))}
+            lcsb.refresh.agree = agree
+            lcsb.begin()
+            model(**batch).loss.backward()
+            assert asked == ["mean"] * N
+            norms.append(lcsb.measured.schedule[0])
+        model.zero_grad()
+    assert norms[1] == pytest.approx([1.5 * value for value in norms[0]], rel=1e-12)
 
 
 def test_adaptive_goes_by_the_measured_fidelity():
