@@ -441,8 +441,7 @@ def _explained(record: Record, arm: Selective) -> Part:
 
 
 def draw(record: Record, axes: Sequence[Axes]) -> None:
-    labels = []
-    at = 0
+    labels, at = [], 0
     colours = {"identity": "identity", "mlp": "mlp", "exact": "exact"}
     for problem in PROBLEMS:
         for arm in arms_on(record.size, problem):
@@ -460,12 +459,13 @@ def draw(record: Record, axes: Sequence[Axes]) -> None:
                         markerfacecolor=face,
                         markersize=4,
                     )
-            labels.append(f"{problem}: {arm.name}")
+            short = arm.name.replace(", idle", "").replace("beta1 = 0", "β1=0")
+            labels.append(f"{problem.removesuffix(' net')}: {short}")
             at += 1
-    for axis, title in ((axes[0], "At equal learning rate"), (axes[1], "At equal movement (T9)")):
+    for axis, title in ((axes[0], "Equal learning rate"), (axes[1], "Equal movement (T9)")):
         axis.axvline(0.0, color=LIGHT["muted"], linewidth=1)
         axis.axvspan(-MARGIN, MARGIN, color=LIGHT["grid"], zorder=0)
-        axis.set_xlabel("LCSB's limit over full's, octaves")
+        axis.set_xlabel("limit over full's, octaves")
         axis.set_title(title)
         axis.set_ylim(at - 0.5, -0.5)
     axes[0].set_yticks(range(at), labels)
