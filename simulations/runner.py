@@ -100,7 +100,7 @@ def run(
         return _beside(
             [
                 run(
-                    problem.part(c), arms[c], x[:, c], eta[c], steps, seeds=seeds[c], record_every=record_every,
+                    problem.part(c), arms[c], x[:, c].numpy(), eta[c].numpy(), steps, seeds=seeds[c], record_every=record_every,
                     threads=threads,
                 )
                 for c in columns
@@ -226,9 +226,17 @@ def _gradients(
             g = problem.gradient(x, where, whole if j < 0 else buffers[j])
             yield g if noise is None else g + noise(t)[where], where, None
         return
+    # Where what a step reads depends on what else is selected (T7), each block is read as a step on it alone reads it.
+    alone = getattr(problem, "block_gradients", None)
+    if alone is not None and not torch.equal(plan.owner, _owner(problem.partition)[:, None]):
+        raise ValueError(
+            "arms whose orders differ need the problem's own blocks where its gradient depends on the selection"
+        )
     for t in range(steps):
-        g = problem.gradient(x, everything, whole)
+        g = problem.gradient(x, everything, whole) if alone is None else alone(x)
         chosen = plan.chosen(t, g)
+        if alone is not None and bool((chosen < 0).any()):
+            g = torch.where(chosen < 0, problem.gradient(x, everything), g)
         yield g if noise is None else g + noise(t), everything, (plan.owner == chosen) | (chosen < 0)
 
 

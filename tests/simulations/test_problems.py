@@ -194,6 +194,20 @@ def test_random_orders_read_the_surrogate_of_the_block_alone(nets):
         np.testing.assert_allclose(found[rows, r].numpy(), step, rtol=1e-13, atol=1e-15)
 
 
+def test_full_and_identity_arms_run_side_by_side(nets):
+    """One program of arms with different orders: full reads the true gradient, the others their block's surrogate."""
+    net = nets["swiglu"].with_mode("identity")
+    x = points(net, 2).numpy()
+    arms = [Arm("f", order="full"), Arm("c", order="cyclic")]
+    together = run(net, arms, x, 0.1, 3).x
+    for i, arm in enumerate(arms):
+        single = run(net, arm, x, 0.1, 3).x
+        np.testing.assert_allclose(together[:, i], single[:, i], rtol=1e-12, atol=1e-14)
+    assert not np.allclose(together[:, 0], run(net.with_mode("exact"), arms[1], x, 0.1, 3).x[:, 0])
+    with pytest.raises(ValueError, match="own blocks"):
+        run(net, [Arm("i", order="interleaved"), Arm("c")], x, 0.1, 3)
+
+
 def test_instances_are_independent_and_instance_major(nets):
     both = nets["tanh"]
     x = points(both)
