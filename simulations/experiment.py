@@ -23,7 +23,7 @@ from reports.decisions import combine
 from reports.metrics import MetricsWriter
 from reports.records import RunFolder, environment
 from reports.strict import plain, write_json, write_text
-from reports.svg import panels, render_svg, standalone, style
+from reports.svg import NARROW, panels, render_svg, standalone, style
 from reports.verdicts import Part
 from simulations.records import (
     SIZES,
@@ -144,7 +144,7 @@ class Experiment:
     def figure(self, record: Record, narrow: bool) -> tuple[str, dict[str, Any]]:
         """(raw SVG, the numbers in it)."""
         with style():
-            figure, axes = panels(narrow, self.panels, 3.6, 3.2)
+            figure, axes = panels(narrow, self.panels, 3.6, 3.6)
             self.draw(record, axes)
             return render_svg(figure), figure_data(figure)
 
@@ -179,7 +179,9 @@ def figure_data(figure: Figure) -> dict[str, Any]:
 
 
 def legend_below(axis: Axes, columns: int = 2) -> None:
-    """A legend under the panel, where it hides no mark."""
+    """A legend under the panel, where it hides no mark; one column in a narrow figure."""
+    if isinstance(axis.figure, Figure) and axis.figure.get_figwidth() <= NARROW:
+        columns = 1
     axis.legend(
         loc="upper left", bbox_to_anchor=(-0.05, -0.2), ncols=columns, fontsize=7.5, columnspacing=1.0
     )
