@@ -74,6 +74,22 @@ def run(
     Plain descent on a `Quadratic` without noise, weight decay and observer goes by `simulations.descent`. Raises
     ValueError for shapes that do not fit.
     """
+    # All tensor work lies inside: a parallel clone would leave a thread spinning beside the first steps.
+    with _threads(threads):
+        return _run(problem, arm, start, learning_rates, steps, seeds, record_every, noise, observe)
+
+
+def _run(
+    problem: Problem,
+    arm: Arm | Sequence[Arm],
+    start: ArrayLike,
+    learning_rates: ArrayLike,
+    steps: int,
+    seeds: ArrayLike | None,
+    record_every: int,
+    noise: Noise | None,
+    observe: Callable[[int, Tensor, Tensor | None], None] | None,
+) -> Runs:
     if steps < 0 or record_every < 1:
         raise ValueError(f"steps {steps}, record_every {record_every}: expected at least 0 and 1")
     n = problem.partition.n
@@ -100,41 +116,41 @@ def run(
         return _beside(
             [
                 run(
-                    problem.part(c), arms[c], x[:, c].numpy(), eta[c].numpy(), steps, seeds=seeds[c], record_every=record_every,
-                    threads=threads,
+                    problem.part(c), arms[c], x[:, c].numpy(), eta[c].numpy(), steps, seeds=seeds[c],
+                    record_every=record_every, threads=None,
                 )
                 for c in columns
             ]
         )  # fmt: skip
     plan = _Plan(arms, problem.partition, steps, seeds)
     at = np.arange(0, steps + 1, record_every)
-    with _threads(threads):
-        plain = all(one.optimizer == "sgd" and not one.weight_decay for one in plan.distinct)
-        if (
-            isinstance(problem, Quadratic) and plain and noise is None and observe is None and plan.shared
-            and EVERY_BLOCK not in plan.sequence
-        ):  # fmt: skip
-            losses = descend(problem, plan.partition, plan.sequence, x, eta, record_every)
-            return Runs(at, losses.numpy(), x, None)
-        losses = torch.empty((len(at), runs), dtype=torch.float64)
-        losses[0] = problem.value(x)
-        update = _Update(arms, plan, x, eta)
-        for t, (g, where, mask) in enumerate(_gradients(problem, plan, x, steps, noise)):
-            update.step(g, where, mask)
-            if observe is not None:
-                observe(t, x, update.m)
-            if (t + 1) % record_every == 0:
-                losses[(t + 1) // record_every] = problem.value(x)
+    plain = all(one.optimizer == "sgd" and not one.weight_decay for one in plan.distinct)
+    if (
+        isinstance(problem, Quadratic) and plain and noise is None and observe is None and plan.shared
+        and EVERY_BLOCK not in plan.sequence
+    ):  # fmt: skip
+        losses = descend(problem, plan.partition, plan.sequence, x, eta, record_every)
+        return Runs(at, losses.numpy(), x, None)
+    losses = torch.empty((len(at), runs), dtype=torch.float64)
+    losses[0] = problem.value(x)
+    update = _Update(arms, plan, x, eta)
+    for t, (g, where, mask) in enumerate(_gradients(problem, plan, x, steps, noise)):
+        update.step(g, where, mask)
+        if observe is not None:
+            observe(t, x, update.m)
+        if (t + 1) % record_every == 0:
+            losses[(t + 1) // record_every] = problem.value(x)
     return Runs(at, losses.numpy(), x, update.m)
 
 
 def _beside(parts: Sequence[Runs]) -> Runs:
-    moments = [part.m for part in parts if part.m is not None]
+    # A part of plain runs alone keeps no m; where others do, its rows are 0.
+    moments = [torch.zeros_like(part.x) if part.m is None else part.m for part in parts]
     return Runs(
         parts[0].at,
         np.concatenate([part.losses for part in parts], axis=1),
         torch.cat([part.x for part in parts], dim=1),
-        torch.cat(moments, dim=1) if len(moments) == len(parts) else None,
+        None if all(part.m is None for part in parts) else torch.cat(moments, dim=1),
     )
 
 
