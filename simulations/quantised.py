@@ -442,11 +442,10 @@ def _explained(record: Record, arm: Selective) -> Part:
 
 def draw(record: Record, axes: Sequence[Axes]) -> None:
     labels, at = [], 0
-    colours = {"identity": "identity", "mlp": "mlp", "exact": "exact"}
     for problem in PROBLEMS:
         for arm in arms_on(record.size, problem):
             wide = record.predicted(f"movement/{arm.name}")
-            colour = LIGHT["frozen" if arm.idle == "frozen" else colours[arm.mode]]
+            colour = LIGHT["frozen" if arm.idle == "frozen" else arm.mode]
             for axis, shift in ((axes[0], 0.0), (axes[1], wide)):
                 for variant, mark, offset in ((EXACT, "o", -0.2), (NF4, "s", 0.0), (ROUNDED, "^", 0.2)):
                     values = [value - shift for value in windows(record, problem, arm, variant)]
