@@ -26,6 +26,7 @@ from lcsb.quantized import dequantized_weight
 LOGIT_TOLERANCE = 1e-4
 """Largest difference of a logit, relative to the largest logit, that counts as float32 rounding."""
 LOSS_TOLERANCE = 1e-5
+"""Largest difference of the loss (relative, where it is above 1) that counts as float32 rounding."""
 
 
 class MergeError(RuntimeError):
@@ -115,7 +116,7 @@ def merge_adapter(
         again, _ = load_quantized(folder, quantization=None, compute_dtype="float32")
         after = _outputs(again, rows)
         difference = _logit_difference(after[1], before[1])
-        if not _same(difference, after[0] - before[0]):
+        if not _same(difference, after[0] - before[0], before[0]):
             raise MergeError(
                 f"{adapter}: merged into {model} and read back, the loss is {after[0]:.7g} where adapter and base give "
                 f"{before[0]:.7g}, and logits differ by {difference:.1e} of the largest; nothing was written"
@@ -164,7 +165,7 @@ def merge_table(
     for row, name, (loss, logits) in found:
         difference = _logit_difference(logits, a[1])
         gap = loss - a[0]
-        table.append(MergeRow(row, name, loss, gap, difference, _same(difference, gap)))
+        table.append(MergeRow(row, name, loss, gap, difference, _same(difference, gap, a[0])))
     return table
 
 
@@ -283,5 +284,7 @@ def _logit_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-def _same(difference: float, gap: float) -> bool:
-    return math.isfinite(gap) and difference <= LOGIT_TOLERANCE and abs(gap) <= LOSS_TOLERANCE
+def _same(difference: float, gap: float, loss: float) -> bool:
+    return (
+        math.isfinite(gap) and difference <= LOGIT_TOLERANCE and abs(gap) <= LOSS_TOLERANCE * max(1.0, loss)
+    )

@@ -204,7 +204,7 @@ DROPOUTS = {
 }
 
 
-@pytest.mark.parametrize("backward", MODES[1:])
+@pytest.mark.parametrize("backward", ["identity", "mlp"])
 @pytest.mark.parametrize("family", DROPOUTS)
 def test_dropout_inside_and_around_the_branches(family, backward):
     """The model's own dropout and the adapters': forward as in plain training, recompute draws the same numbers."""

@@ -49,7 +49,13 @@ def logits(model, ids):
 
 @pytest.mark.parametrize(
     "family, kind",
-    [("qwen2", "nf4"), ("gpt2", "nf4"), ("gemma3", "nf4, scales too"), ("phi3", "int8"), ("gpt2", "plain")],
+    [
+        ("qwen2", "nf4"),
+        ("gpt2", "nf4"),
+        ("gemma3", "nf4, scales too"),
+        ("gpt2", "plain"),
+        pytest.param("phi3", "int8", marks=pytest.mark.slow),
+    ],
 )
 def test_merged_folder_is_the_adapter_on_its_base(sources, tmp_path, family, kind):
     """U39, a = b: read by transformers alone; also GPT-2's transposed layers and tied heads."""
