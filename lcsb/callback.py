@@ -303,6 +303,8 @@ class LCSBCallback(TrainerCallback, ExportableState):
 
 def refuse_options(args: TrainingArguments) -> None:
     """Refuse what would silently have no effect: layers are recomputed here, with use_reentrant=False."""
+    if args.fp16 and args.device.type == "cpu":
+        raise ValueError("fp16 on the CPU: Trainer would quietly compute in float32; use bf16, or neither")
     if args.n_gpu > 1:
         raise ValueError(
             f"{args.n_gpu} GPUs in one process (DataParallel), expected one; start one process a GPU"

@@ -27,7 +27,7 @@ import lcsb.train
 from lcsb.trainer import LCSBTrainer
 from reports.records import RunFolder
 
-STEPS, EVERY = 13, 2
+STEPS, EVERY = 9, 2
 
 
 def die():

@@ -112,7 +112,7 @@ def trainer(server, tmp_path_factory):
 def arm(server, tmp_path_factory):
     base = tmp_path_factory.mktemp("arm")
     model = tiny_run.write_model(base)
-    config = tiny_run.settings(model, steps=12, eval_every=4)
+    config = tiny_run.settings(model, steps=8, eval_every=4)
     ready = tiny_run.start(base, config)
     text = ready.config.read_text()
     assert "dropout: 0.0" in text
@@ -129,6 +129,7 @@ def test_the_trainer_killed_three_times(trainer, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)
 def test_the_trainer_killed_twenty_times(trainer, tmp_path):
     for point in TRAINER_POINTS:
         assert trainer.killed(tmp_path / point, point=point), point
@@ -136,6 +137,7 @@ def test_the_trainer_killed_twenty_times(trainer, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)
 def test_an_arm_killed_twenty_times(arm, tmp_path):
     for point in ARM_POINTS:
         assert arm.killed(tmp_path / point, point=point), point

@@ -11,10 +11,13 @@ from pathlib import Path
 import idle
 import numpy as np
 import pytest
+import tiny
 import torch
 
 from bcd_theory.momentum import idle_step
+from lcsb.config import LCSBConfig
 from lcsb.optim import OPTIMIZERS, check_optimizer, idle_meaning, optimizer_table, set_idle_gradients
+from lcsb.selective import selective_backward
 
 CASES = json.loads((Path(__file__).parents[1] / "golden" / "adamw_idle.json").read_text())
 
@@ -296,3 +299,21 @@ def test_the_table_names_every_optimizer():
     assert len(rows) == len(OPTIMIZERS) + 2
     assert all(name in row for name, row in zip(OPTIMIZERS, rows[2:], strict=True))
     assert sum("| refused:" in row for row in rows) == len(REFUSED)
+
+
+@pytest.mark.parametrize("idle_policy", ["momentum", "frozen"])
+def test_bytes_of_optimizer_state(idle_policy):
+    """U04: under momentum all layers have moments from the first step; under frozen from their selection on."""
+    model = tiny.with_lora(tiny.llama())
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    held = []
+    with selective_backward(model, LCSBConfig("exact", idle_policy, layers_per_step=1)) as lcsb:
+        layer = sum(p.nbytes for p in lcsb.adapters[0].values())
+        assert all(sum(p.nbytes for p in group.values()) == layer for group in lcsb.adapters)
+        for _ in range(8):
+            lcsb.begin()
+            model(**tiny.batch(model)).loss.backward()
+            lcsb.step(optimizer)
+            tensors = [v for entry in optimizer.state.values() for k, v in entry.items() if k != "step"]
+            held.append(sum(tensor.nbytes for tensor in tensors) / (2 * layer))
+    assert held == ([4.0] * 8 if idle_policy == "momentum" else [1.0, 2.0, 3.0, 4.0] + [4.0] * 4)

@@ -725,3 +725,39 @@ def test_sft_trainer_on_a_4_bit_base_says_that_the_adapters_are_bf16(nf4, tmp_pa
     assert law.types == {torch.bfloat16}
     for k, (error, predicted, start) in enumerate(law.found, 1):
         assert 1e-4 * predicted < error <= 2.0**-8 * (start + min(k, 3) * predicted)
+
+
+@pytest.mark.parametrize("base", ["nf4", "float32"])
+def test_every_adapter_learns_within_a_cycle(nf4, tmp_path, base):
+    """U11: from PEFT's zero start, with recompute and one layer a step, no lora_B is zero after one cycle."""
+    model = tiny.with_lora(nf4() if base == "nf4" else tiny.llama(), random_b=False)
+    seconds = {n: p for n, p in model.named_parameters() if "lora_B" in n}
+    assert seconds and not any(p.any() for p in seconds.values())
+    config = LCSBConfig("exact", "frozen", layers_per_step=1)
+    lcsb_trainer(
+        model, tmp_path, config, max_steps=4, activation_checkpointing=True, gradient_checkpointing=None
+    ).train()
+    assert [name for name, p in seconds.items() if not p.any()] == []
+
+
+def test_the_seed_decides_data_and_layer_order(tmp_path):
+    """U43: the same seed gives the same run; another one other batches and other layers."""
+    runs = []
+    for seed in (1, 1, 2):
+        model = tiny.with_lora(tiny.llama())
+        trainer = lcsb_trainer(
+            model, tmp_path, LCSBConfig("identity", schedule="random", layers_per_step=1), seed=seed, max_steps=6,
+            train_sampling_strategy="random", logging_strategy="steps", logging_steps=1,
+        )  # fmt: skip
+        trainer.train()
+        history = [row for row in trainer.state.log_history if "loss" in row]
+        runs.append([[row[key] for row in history] for key in ("loss", "lcsb/selected", "grad_norm")])
+    assert runs[0] == runs[1]
+    assert all(first != other for first, other in zip(runs[0], runs[2], strict=True))
+    assert runs[0][0][0] != runs[2][0][0]  # the first batch already
+
+
+def test_fp16_on_the_cpu_is_refused(tmp_path):
+    """U29: Trainer itself would quietly compute in float32."""
+    with pytest.raises(ValueError, match="fp16 on the CPU"):
+        lcsb_trainer(tiny.with_lora(tiny.llama()), tmp_path, LCSBConfig(), fp16=True)
