@@ -507,13 +507,13 @@ def sweep(
 
     \b
     kind: experiment             # each experiment x size x seed
-    experiments: [limits, rates]
+    experiments: \\[limits, rates]
     seeds: [0, 1]
 
     \b
     kind: train                  # arms of a run that was measured and predicted, each arm x seed
     run: runs/validate
-    arms: [full, exact-momentum]
+    arms: \\[full, exact-momentum]
 
     Examples: [bold]lcsb sweep grid.yaml --jobs 4[/]    [bold]lcsb sweep grid.yaml --cluster tcp://10.0.0.1:8786[/]
     """

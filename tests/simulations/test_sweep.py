@@ -234,6 +234,17 @@ def test_the_command(tmp_path):
     assert json.loads(command(file, "--out", out, "--dry-run", "--json")[1])["to_run"] == 0
 
 
+def test_the_help_shows_whole_examples():
+    """A list of names in square brackets is not taken for markup."""
+    text = CliRunner().invoke(app, ["sweep", "--help"]).stdout
+    for line in (
+        "experiments: [limits, rates]",
+        "arms: [full, exact-momentum]",
+        "learning_rates: [0.5, 1.0, 1.5]",
+    ):
+        assert line in text
+
+
 def test_the_command_reports_a_failed_run(tmp_path, monkeypatch):
     import simulations.sweep_kinds as module
 
