@@ -5,7 +5,9 @@ layers' own cosines on the recorded pass (`bcd_theory.plans`, an expectation and
 accepted only after a backward pass in that very plan on the recorded micro-batch has shown the adapter cosine of every
 selected layer to be at least `min_cosine`, and a margin above it since batches differ; else the idle layer nearest
 above the failing one is raised one grade and it is tried again. Raising the nearest layer leaves the surrogate gradient
-further up as it was, so a retry costs the layers from there down alone.
+further up as it was, so a retry costs the layers from there down alone. At a refresh the plan in force is measured
+first and, where it fails, raised by the same rule; so plans rise to what the batches seen so far need, and are made
+cheaper again only after they have held for long.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ from lcsb.local import RecordedPass, adapter_cosine, hidden_cosine
 from lcsb.measured import PlanRecord
 
 Grades = tuple[str | None, ...]
+#: Refreshes in a row on which a plan must hold before a cheaper one is looked for. Cosines differ by 0.1 to 0.3 between
+#: batches, so a plan chosen anew on each batch is chosen on the lucky ones; this way at most a tenth of them are new.
+HELD_BEFORE_CHEAPER = 9
 
 
 def layer_costs(layers: Sequence[nn.Module]) -> StepCosts:
@@ -175,7 +180,8 @@ class Planner:
         Args:
             block: the selected layers.
             t: the step, for the record.
-            old: the plan in force; it is measured first, for the log, and stays if no cheaper one is accepted.
+            old: the plan in force. It is measured first, and raised if it fails; a cheaper one is looked for when it
+                has held on `HELD_BEFORE_CHEAPER` refreshes in a row.
         """
         block, before_work = tuple(sorted(block)), self.work
         exact = self.uniform(block, "exact")
@@ -188,7 +194,8 @@ class Planner:
             measured[old.grades] = self.measure(block, old.grades)
             before = min(measured[old.grades].values())
         holds = before is not None and before >= self.accepted_from
-        grades = self.guess(block)
+        settled = old is not None and holds and old.held + 1 >= HELD_BEFORE_CHEAPER
+        grades = self.guess(block) if old is None or settled else old.grades
         while True:
             if old is not None and holds and self.cost(block, grades) >= old.cost:
                 grades = old.grades
@@ -210,6 +217,7 @@ class Planner:
             exact_cost=exact_cost,
             trials=len(measured),
             work=self.work - before_work,
+            held=old.held + 1 if old is not None and grades == old.grades and not settled else 0,
             replaced_age=None if old is None else t - old.measured_at,
             replaced_cosine=before,
             replaced_cost=None if old is None else old.cost,

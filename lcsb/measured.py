@@ -23,6 +23,7 @@ class PlanRecord:
         exact_cost: the same if every idle layer were exact.
         trials: backward passes in some plan that it took to find this one (0 where no layer above the block is idle).
         work: layers run again for it, forward and backward; the exact pass of the refresh is not counted.
+        held: refreshes in a row on which it has been measured and kept.
         replaced_age: age in steps of the plan before it, None for the first.
         replaced_cosine: what `cosine` was for the plan before it on this micro-batch, just before replanning.
         replaced_cost: `cost` of the plan before it.
@@ -36,6 +37,7 @@ class PlanRecord:
     exact_cost: float
     trials: int
     work: int
+    held: int = 0
     replaced_age: int | None = None
     replaced_cosine: float | None = None
     replaced_cost: float | None = None

@@ -152,6 +152,34 @@ def test_the_margin_raises_what_a_plan_must_show():
     assert plans[0].cost < plans[1].cost <= plans[1].exact_cost
 
 
+def test_a_plan_is_kept_raised_or_after_long_made_cheaper(monkeypatch):
+    """At a refresh: kept while it holds, raised from where it is if it fails, cheaper only when it has held long."""
+    from lcsb.certified import HELD_BEFORE_CHEAPER, Planner
+
+    model = build()
+    costs, helds = [], []
+    scale = 1.0
+    measure = Planner.measure
+    monkeypatch.setattr(
+        Planner, "measure", lambda self, b, g: {i: scale * c for i, c in measure(self, b, g).items()}
+    )
+    config = LCSBConfig("certified", layers_per_step=1, min_cosine=0.5, cosine_margin=0.0, refresh_every=1)
+    optimizer = optimizer_for(model, lr=0.0)
+    batch = tiny.batch(model)
+    with selective_backward(model, config) as lcsb:
+        for t in range(HELD_BEFORE_CHEAPER + 3):
+            lcsb.begin()
+            model(**batch).loss.backward()
+            scale = 0.6 if t == 1 else 1.0  # one bad batch
+            plan = lcsb.finish_refresh()[0]
+            costs.append(plan.cost)
+            helds.append(plan.held)
+            lcsb.step(optimizer)
+    assert costs[0] < costs[1] and costs[1:-2] == [costs[1]] * (HELD_BEFORE_CHEAPER)
+    assert helds == [0, *range(HELD_BEFORE_CHEAPER), 0, 1]
+    assert costs[-2:] == [costs[0]] * 2
+
+
 @pytest.mark.parametrize("lengths", [None, [12, 7]])
 def test_steps_follow_the_plan_and_refreshes_are_exact(lengths):
     """The first micro-batch of a refresh step has the true gradient; every other pass that of the plan in force."""
