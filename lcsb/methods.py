@@ -338,6 +338,8 @@ class MeZO(SelectiveBackward):
         if self.roles is None or self._projected is None:
             raise RuntimeError("step: call begin() and evaluate(loss) first")
         slope, self._projected = self._projected, None
+        if self.refresh.agree is not None:  # several processes: the same z everywhere, so g alone is averaged
+            slope = float(self.refresh.agree(torch.tensor([slope], dtype=torch.float64), "mean"))
         groups = _sgd_groups(optimizer)
         size = math.sqrt(sum(float(z.double().square().sum()) for _, z in self._directions()))
         norm = abs(slope) * size
@@ -355,6 +357,7 @@ class MeZO(SelectiveBackward):
             group = groups[id(parameter)]
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
             parameter.add_(direction, alpha=-group["lr"] * slope)
+        optimizer.zero_grad(set_to_none=True)
         record = StepRecord(self.t, block, self.selected, norm, taken=True)
         self.advance()
         return record

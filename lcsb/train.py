@@ -202,7 +202,9 @@ class _Arm:
             self.progress = _Progress(t, facts["losses"], facts["path"], facts["seconds"])
             self.lcsb.load_state_dict(facts["selection"])
             return self._writer(facts["lines"]), True
-        return self._writer(0 if self.place.metrics.exists() else None), False  # 0: stopped before a checkpoint
+        return self._writer(
+            0 if self.place.metrics.exists() else None
+        ), False  # 0: stopped before a checkpoint
 
     def _writer(self, resume_at: int | None) -> MetricsWriter | _Silent:
         return _Silent() if self.replicas.rank else MetricsWriter(self.place.metrics, resume_at=resume_at)

@@ -484,6 +484,23 @@ def test_mezo_is_exact_on_a_quadratic():
         assert record.selected == (0, 1, 2, 3) and record.taken and method.t == 1
 
 
+def test_mezo_of_several_processes_averages_the_slope():
+    moves, norms = [], []
+    for agree in (None, lambda values, how: values / 4 if how == "mean" else None):
+        model = lora_model()
+        batch = batches(model, 1)[0]
+        start = torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
+        with method_of("mezo", model) as method:
+            method.refresh.agree = agree
+            method.begin()
+            loss_and_gradient(method, lambda: model(**batch).loss)  # noqa: B023 - called at once
+            optimizer = torch.optim.SGD(method.parameters().values(), lr=1e-2)
+            norms.append(method.step(optimizer).grad_norm)
+            moves.append(torch.cat([p.detach().flatten() for p in method.parameters().values()]) - start)
+    assert norms[1] == pytest.approx(norms[0] / 4, rel=1e-12)
+    assert torch.allclose(moves[1], moves[0] / 4, rtol=1e-6, atol=1e-12)
+
+
 def test_mezo_builds_no_graph_and_accumulates():
     model = lora_model()
     one, two = batches(model, 2)
