@@ -98,6 +98,9 @@ class LCSBTrainer(Trainer):
                 f"{resume_from_checkpoint}: no {STATE_FILE} in it, so it is not a checkpoint; to go on from an "
                 "adapter, load it with PeftModel.from_pretrained(..., is_trainable=True) and start a new run"
             )
+        if self.args.should_save:  # of a run that was killed while it saved
+            for partial in Path(self.args.output_dir).glob(".checkpoint-*.partial"):
+                shutil.rmtree(partial, ignore_errors=True)
         try:
             return super().train(resume_from_checkpoint, *positional, **arguments)
         finally:

@@ -57,6 +57,7 @@ def server(tmp_path_factory, model_cache):
 
 
 def trainer_result(folder):
+    assert not list(folder.glob(".*"))  # the temporary folder of a save
     return json.loads((folder / "trace.json").read_text()), load_file(folder / "outcome.safetensors")
 
 
