@@ -118,22 +118,26 @@ def page(run: Run, verdicts: Verdicts, drawn: list[Drawn]) -> str:
         ("run", "The run"),
         ("reproduce", "Reproduce"),
     ]
-    return templates().get_template("report.html").render(
-        run=run,
-        verdicts=verdicts,
-        drawn=drawn,
-        groups=GROUPS,
-        sections=sections,
-        icons=ICONS,
-        palette=palette(),
-        summary=summary(verdicts),
-        facts=_facts(run),
-        untested=[entry for entry in verdicts.verdicts if not _tested(entry)],
-        theorems=theorems,
-        arms=_arms(run),
-        predictions=_predictions(run),
-        settings=_settings(run),
-        command=reproduce_command(run.config),
+    return (
+        templates()
+        .get_template("report.html")
+        .render(
+            run=run,
+            verdicts=verdicts,
+            drawn=drawn,
+            groups=GROUPS,
+            sections=sections,
+            icons=ICONS,
+            palette=palette(),
+            summary=summary(verdicts),
+            facts=_facts(run),
+            untested=[entry for entry in verdicts.verdicts if not _tested(entry)],
+            theorems=theorems,
+            arms=_arms(run),
+            predictions=_predictions(run),
+            settings=_settings(run),
+            command=reproduce_command(run.config),
+        )
     )
 
 

@@ -108,6 +108,7 @@ def test_path_loads_through_the_cache(tmp_path, model_cache, quantization):
 
 def test_refusals_name_the_file_and_the_fault(tmp_path):
     """U49: a missing tensor, one left over, positions that cannot be read, an unknown type."""
+
     def refused(message, kind=ValueError, **changes):
         path = tmp_path / "faulty.gguf"
         write(path, **changes)
