@@ -83,7 +83,9 @@ class Straight:
     def killed(self, folder, **how):
         """Kill a run so; False if it was done before. Then let it go on to its end and compare."""
         self.fill(folder)
-        if self.server.run(self.what, folder, **how) is not None:
+        seconds = self.server.run(self.what, folder, **how)
+        if seconds is not None:
+            self.seconds = min(self.seconds, seconds)  # the machine was busier when the straight run was timed
             return False
         self.server.run(self.what, folder)
         rows, tensors = self.result(folder)
