@@ -85,7 +85,8 @@ class Straight:
         self.fill(folder)
         seconds = self.server.run(self.what, folder, **how)
         if seconds is not None:
-            self.seconds = min(self.seconds, seconds)  # the machine was busier when the straight run was timed
+            # the machine was busier when the straight run was timed
+            self.seconds = min(self.seconds, seconds)
             return False
         self.server.run(self.what, folder)
         rows, tensors = self.result(folder)
