@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lcsb.engine import packed
 from lcsb.engine.architecture import Architecture, window_mask
@@ -105,6 +106,28 @@ def test_chunked_loss_of_huge_scores():
     x, weight = torch.ones(1, 1), torch.arange(10.0)[:, None] * 100
     loss, grad = chunked_cross_entropy(x, torch.tensor([0]), 10, lambda a, b: weight[a:b], 3)
     assert float(loss) == 900 and float(grad) == 900
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the largest number of values that any operation gives."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple) else (result,):
+            if isinstance(value, torch.Tensor):
+                self.numbers = max(self.numbers, value.numel())
+        return result
+
+
+def test_logits_of_all_words_are_never_held():
+    """U41: 64 tokens x 50,000 words would be 3,200,000 values; a chunk of 500 words is 32,000, the slice 500 x 8."""
+    x, targets = draw(64, 8), torch.arange(64) * 700
+    weight = draw(50_000, 8)
+    with LargestTensor() as seen:
+        chunked_cross_entropy(x, targets, 50_000, lambda a, b: weight[a:b], 500)
+    assert seen.numbers == 64 * 500
 
 
 def test_chunk_size():

@@ -311,7 +311,7 @@ def adapter_hash(model):
 
 
 def test_adapters_are_a_function_of_the_seed():
-    """Also in another process, and without touching the global random state."""
+    """U43: also in another process, and without touching the global random state."""
     torch.manual_seed(123)
     expected = torch.rand(3)
     torch.manual_seed(123)

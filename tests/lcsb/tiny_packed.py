@@ -6,9 +6,14 @@ model = tiny_packed.reference(folder)              the same weights in transform
 
 from __future__ import annotations
 
+import json
+
 import tiny
 import torch
+from safetensors.torch import save_file
 
+from lcsb.engine.layer import module_of
+from lcsb.engine.packed import pack
 from lcsb.models import load_quantized
 
 ENGINE_FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3")
@@ -45,3 +50,30 @@ def adapters(model):
 def tokens(model, rows, count, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, model.get_input_embeddings().weight.shape[0], (rows, count), generator=generator)
+
+
+def write_geometry(folder, geometry, seed=0):
+    """A llama of the given shapes with random packed weights, written without transformers."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {"model.norm.weight": torch.ones(geometry.hidden)}
+    embedding = torch.randn(geometry.vocabulary, geometry.hidden, generator=generator)
+    tensors["model.embed_tokens.weight"] = embedding * 0.02
+    for layer in range(geometry.layers):
+        prefix = f"model.layers.{layer}."
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}{norm}.weight"] = torch.ones(geometry.hidden)
+        for name, shape in geometry.projections().items():
+            key = f"{prefix}{module_of(name)}.{name}.weight"
+            codes, scales = pack(torch.randn(shape, generator=generator) * 0.02)
+            state = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(shape)}
+            tensors |= {key: codes[:, None], f"{key}.absmax": scales}
+            packed_state = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+            tensors[f"{key}.quant_state.bitsandbytes__nf4"] = packed_state
+    save_file(tensors, folder / "model.safetensors")
+    config = {
+        "model_type": "llama", "hidden_act": "silu", "num_hidden_layers": geometry.layers, "rms_norm_eps": 1e-5,
+        "hidden_size": geometry.hidden, "intermediate_size": geometry.intermediate, "head_dim": geometry.head_dim,
+        "num_attention_heads": geometry.heads, "num_key_value_heads": geometry.kv_heads,
+        "vocab_size": geometry.vocabulary, "tie_word_embeddings": geometry.tied,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))

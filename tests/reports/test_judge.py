@@ -66,6 +66,7 @@ def test_judge_is_deterministic(good):
 
 
 def test_one_seed_never_decides(tmp_path):
+    """U44."""
     folder = build(tmp_path, size="quick")
     for entry in judge(folder).verdicts:
         for judgement in (entry.paper, entry.ours):
