@@ -310,6 +310,16 @@ def adapter_hash(model):
     return digest.hexdigest()
 
 
+def test_rows_that_bitsandbytes_misreads_are_named(tmp_path):
+    """TINY-L's down_proj has rows of 96 numbers, the quantisation block 64."""
+    tiny.llama(num_hidden_layers=1).save_pretrained(tmp_path)
+    tiny.tokenizer(97).save_pretrained(tmp_path)
+    with pytest.warns(
+        UserWarning, match=r"1 4-bit layers, first model\.layers\.0\.mlp\.down_proj, have rows"
+    ):
+        load_quantized(str(tmp_path))
+
+
 def test_adapters_are_a_function_of_the_seed():
     """U43: also in another process, and without touching the global random state."""
     torch.manual_seed(123)
