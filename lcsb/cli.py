@@ -52,6 +52,12 @@ def _folder(run: Path) -> Any:
     return folder
 
 
+def _one_process(command: str) -> None:
+    from lcsb.launch import refuse_unsupported_launch
+
+    refuse_unsupported_launch(f"lcsb {command}")
+
+
 def _progress() -> Callable[[str], Any]:
     from lcsb.progress import progress
 
@@ -83,11 +89,10 @@ def validate(
     if dry_run:
         _describe(settings, root)
         return
+    _one_process("validate")
     from lcsb import stages
-    from lcsb.distributed import refuse_unsupported_launch
     from lcsb.progress import duration
 
-    refuse_unsupported_launch("lcsb validate")
     folder = stages.open_run(root, settings)
     progress = _progress()
     stages.measure(folder, progress)
@@ -133,6 +138,7 @@ def measure(
 
     Example: [bold]lcsb measure runs/mine --set cycle_length=2[/]
     """
+    _one_process("measure")
     from lcsb import stages
     from reports.records import RunConfig, RunFolder
 
@@ -203,12 +209,13 @@ def train(
 
     Example: [bold]lcsb train runs/mine --arm exact-frozen --seed 1[/]
     """
-    from lcsb.distributed import refuse_unsupported_launch
-    from lcsb.jobs import start_worker
-    from lcsb.train import train_arm
+    from lcsb.launch import refuse_unsupported_launch
 
     refuse_unsupported_launch()
     folder = _folder(run)
+    from lcsb.jobs import start_worker
+    from lcsb.train import train_arm
+
     start_worker(1)
     status = train_arm(folder, arm, seed)
     console.print(f"{arm}, seed {seed}: {status}; {folder.arm(arm, seed).metrics}")
@@ -222,10 +229,9 @@ def run_(run: Run) -> None:
 
     Example: [bold]lcsb run runs/mine[/]
     """
+    _one_process("run")
     from lcsb import stages
-    from lcsb.distributed import refuse_unsupported_launch
 
-    refuse_unsupported_launch("lcsb run")
     stages.run(_folder(run), _progress())
 
 
@@ -264,6 +270,7 @@ def evaluate(
     Examples: [bold]lcsb evaluate --task arc-challenge --path data --limit 100[/]
     [bold]lcsb evaluate --adapter runs/mine/arms/full/seed-0/adapter --task wikitext-2 --path data[/]
     """
+    _one_process("evaluate")
     from lcsb.evaluate_command import EvaluateOptions, evaluate_task
 
     options = EvaluateOptions(
@@ -517,6 +524,7 @@ def sweep(
 
     Examples: [bold]lcsb sweep grid.yaml --jobs 4[/]    [bold]lcsb sweep grid.yaml --cluster tcp://10.0.0.1:8786[/]
     """
+    _one_process("sweep")
     from lcsb import sweep_training
     from reports.config import _read_yaml
     from simulations.sweep import Kind, finished
@@ -615,6 +623,7 @@ def merge(
     Examples: [bold]lcsb merge --adapter runs/mine/arms/full/seed-0/adapter --model smollm2-135m --out merged[/]
     [bold]lcsb merge --adapter ADAPTER --model smollm2-135m --table[/]
     """
+    _one_process("merge")
     from dataclasses import asdict
 
     from rich.table import Table

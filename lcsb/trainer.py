@@ -20,7 +20,8 @@ from lcsb.callback import LCSBCallback as LCSBCallback
 from lcsb.callback import NothingTrainedError as NothingTrainedError
 from lcsb.callback import refuse_options
 from lcsb.config import LCSBConfig
-from lcsb.distributed import Replicas, refuse_unsupported_launch
+from lcsb.distributed import Replicas
+from lcsb.launch import refuse_unsupported_launch
 
 STATE_FILE = "trainer_state.json"
 

@@ -13,7 +13,9 @@ import pytest
 import tiny
 from safetensors.torch import load_file
 
-from lcsb.distributed import Replicas, refuse_unsupported_launch
+from lcsb.cli import main
+from lcsb.distributed import Replicas
+from lcsb.launch import refuse_unsupported_launch
 
 WORKER = Path(parallel_worker.__file__)
 LAUNCHERS = {
@@ -112,6 +114,66 @@ def test_what_runs_in_one_process_says_so(monkeypatch):
     refuse_unsupported_launch()
     with pytest.raises(ValueError, match="lcsb validate was started in 2 processes, expected 1"):
         refuse_unsupported_launch("lcsb validate")
+
+
+ONE_PROCESS = {
+    "validate": [],
+    "measure": ["run"],
+    "run": ["run"],
+    "evaluate": ["--task", "gsm8k"],
+    "merge": ["--adapter", "adapter", "--out", "merged"],
+    "sweep": ["grid.yaml"],
+}
+
+
+def refusal(arguments, monkeypatch, capsys):
+    """The one line with which `lcsb ARGUMENTS` ends."""
+    monkeypatch.setattr(sys, "argv", ["lcsb", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    output = capsys.readouterr()
+    assert (stop.value.code, output.out) == (2, "")
+    (line,) = output.err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize("command", ONE_PROCESS)
+def test_commands_of_one_process_say_so(tmp_path, monkeypatch, capsys, command):
+    """U51. Before anything is read: neither the run folder nor the adapter is there, and that is not what is said."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    line = refusal([command, *ONE_PROCESS[command]], monkeypatch, capsys)
+    assert line.startswith(
+        f"lcsb: lcsb {command} was started in 2 processes, expected 1; data parallel training"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("variable", "name"), [("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed")]
+)
+def test_the_command_refuses_sharding_before_anything_is_read(tmp_path, monkeypatch, capsys, variable, name):
+    """U51."""
+    monkeypatch.setenv(variable, "true")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    line = refusal(["train", str(tmp_path / "absent"), "--arm", "full"], monkeypatch, capsys)
+    assert line.startswith(f"lcsb: {name} ({variable} is set): not supported")
+
+
+def test_a_refused_launch_has_imported_no_torch(tmp_path):
+    code = (
+        "import sys\n"
+        "sys.argv = ['lcsb', 'train', 'absent', '--arm', 'full']\n"
+        "from lcsb.cli import main\n"
+        "try:\n    main()\nexcept SystemExit as stop:\n    assert stop.code == 2, stop.code\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+    )
+    environment = {**os.environ, "ACCELERATE_USE_FSDP": "true"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("lcsb: FSDP"), done.stderr
 
 
 def test_alone_nothing_happens():
