@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from lcsb.cli import app
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "lcsb"))
 import tiny_run
@@ -65,12 +68,12 @@ def place(tmp_path_factory):
 
 
 def lcsb(*arguments, processes=1):
-    """`lcsb ARGUMENTS` in a process of its own, under torchrun if there are to be several."""
-    launcher = (
-        ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"]
-        if processes > 1
-        else []
-    )
+    """`lcsb ARGUMENTS`; in processes of their own under torchrun if there are to be several."""
+    if processes == 1:
+        result = CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        return
+    launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"]
     command = [sys.executable, *launcher, "-m", "lcsb.cli", *map(str, arguments)]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
