@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+from bcd_theory.geometry import Geometry
+
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
@@ -47,18 +48,17 @@ class Architecture:
     attention_scale: float = 1.0
 
     @property
+    def geometry(self) -> Geometry:
+        """The same shapes as the theory counts them (T12)."""
+        return Geometry(
+            self.layers, self.hidden, self.intermediate, self.heads, self.kv_heads, self.head_dim, self.vocabulary,
+            tied=self.tied, norms=4 if self.sandwich else 2, qk_norm=self.query_key_norm,
+        )  # fmt: skip
+
+    @property
     def shapes(self) -> dict[str, tuple[int, int]]:
         """(outputs, inputs) of the seven matrices of a layer."""
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return {
-            "q_proj": (queries, self.hidden),
-            "k_proj": (keys, self.hidden),
-            "v_proj": (keys, self.hidden),
-            "o_proj": (self.hidden, queries),
-            "gate_proj": (self.intermediate, self.hidden),
-            "up_proj": (self.intermediate, self.hidden),
-            "down_proj": (self.hidden, self.intermediate),
-        }
+        return self.geometry.projections()
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], source: str = "config.json") -> Architecture:

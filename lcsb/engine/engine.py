@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bcd_theory.geometry import PROJECTIONS
 from lcsb.config import LCSBConfig
-from lcsb.engine.architecture import PROJECTIONS, Architecture
+from lcsb.engine.architecture import Architecture
 from lcsb.engine.head import chunked_cross_entropy, words_per_chunk
 from lcsb.engine.inputs import LayerInputs, Placement
 from lcsb.engine.layer import AdapterLayout, Layer, Positions, module_of

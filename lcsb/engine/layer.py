@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lcsb.engine.architecture import PROJECTIONS, Architecture, rotary, window_mask
+from bcd_theory.geometry import PROJECTIONS
+from lcsb.engine.architecture import Architecture, rotary, window_mask
 from lcsb.engine.mapped import MappedFolder
 from lcsb.engine.packed import PackedMatrix, TileBuffer, linear
 
