@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ DIVERGED_WINDOW = 20
 DIVERGED_FACTOR = 1.2
 STOP_FACTOR = 2.0
 DIVERGED_NORM = 1e6
+JUMP_FACTOR, JUMP_WINDOW = 2.0, 10
 
 
 def diverged_at(
@@ -57,6 +59,25 @@ def diverged_at(
 def should_stop(losses: Sequence[float | None], loss_at_start: float) -> bool:
     """True when an arm is past saving: a non-finite loss, or the window mean above twice the start."""
     return diverged_at(losses, loss_at_start, factor=STOP_FACTOR) is not None
+
+
+def update_jumps(
+    movements: Sequence[float | None], *, factor: float = JUMP_FACTOR, window: int = JUMP_WINDOW
+) -> list[int]:
+    """Steps whose movement is above `factor` times the median of the `window` steps before, or not finite.
+
+    `movements`: 2-norm of each step's change of all adapters, None where it was not finite. A jump of the updates is
+    the early sign of a loss that is about to rise. The first `window` steps are never one.
+
+    >>> update_jumps([1.0] * 12 + [2.5, 1.0])
+    [12]
+    """
+    values = [math.inf if value is None else value for value in movements]
+    return [
+        t
+        for t in range(window, len(values))
+        if values[t] > factor * statistics.median(values[t - window : t])
+    ]
 
 
 def no_progress(final_held_out_loss: float | None, loss_at_start: float) -> bool:

@@ -240,6 +240,9 @@ def _arms(run: Run) -> Table:
         status = Counter(
             f"{o.status} (from step {o.began})" if o.began is not None else o.status for o in outcomes
         )
+        jumps = run.update_jumps(arm.name)
+        if jumps:
+            status[f"whose updates jump (from step {min(jumps)})"] = len(jumps)
         rate = arm.learning_rate(run.config.optimizer.learning_rate, run.config.cycle_length)
         rows.append(
             [

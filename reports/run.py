@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -9,7 +10,7 @@ from typing import Any, Literal, TypeVar
 from bcd_theory.predict import Measurements, Predictions
 from reports.config import RunConfig
 from reports.evidence import FidelityEvidence, MemoryEvidence, TimingEvidence
-from reports.metrics import Header, Metrics, diverged_at, no_progress, read_metrics
+from reports.metrics import Header, Metrics, diverged_at, no_progress, read_metrics, update_jumps
 from reports.records import RunFolder
 from reports.strict import read_json, read_record, sha256_of
 
@@ -74,6 +75,21 @@ class Run:
         if metrics.end.status == "diverged":
             return Outcome(arm, seed, "diverged", start, final, metrics.end.diverged_at)
         return Outcome(arm, seed, "no progress" if no_progress(final, start) else "done", start, final)
+
+    def update_jumps(self, arm: str) -> list[int]:
+        """The first step of each seed at which the updates jumped, where they did."""
+        found = []
+        for seed in self.config.seeds:
+            metrics = self.arms.get((arm, seed))
+            steps = metrics.steps if metrics else []
+            moved = [
+                None
+                if any(x is None for x in row.displacement)
+                else math.hypot(*(x or 0.0 for x in row.displacement))
+                for row in steps
+            ]
+            found += update_jumps(moved)[:1]
+        return found
 
     def outcomes(self, arm: str) -> list[Outcome]:
         """One outcome for each seed of the settings."""

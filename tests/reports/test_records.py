@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from reports import records
-from reports.metrics import Header, Step
+from reports.metrics import Header, Step, update_jumps
 from reports.records import (
     MetricsWriter,
     RunConfig,
@@ -363,3 +363,22 @@ def test_importing_records_brings_no_torch():
     heavy = ("torch", "matplotlib", "scipy")
     code = f"import sys, reports.records; sys.exit(any(m in sys.modules for m in {heavy}))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_jumps_of_the_updates():
+    """U05: a jump is flagged, at the step; steady, falling and slowly growing updates are not."""
+    steady = [1.0 + 0.3 * (t % 4) for t in range(30)]
+    assert update_jumps(steady) == []
+    assert update_jumps([0.9**t for t in range(30)]) == []
+    assert update_jumps([1.02**t for t in range(60)]) == []
+    assert update_jumps([*steady, 4.0, *steady]) == [30]
+    assert update_jumps([*steady, None]) == [30]
+    assert update_jumps([1.0, 50.0, 1.0]) == []  # nothing before it to compare with
+
+
+def test_updates_jump_before_the_loss_does():
+    """U05: movements that grow by a third a step, and a loss that follows five steps later."""
+    growth = [1.0] * 20 + [1.33**k for k in range(1, 41)]
+    losses = [3.0] * 25 + [3.0 + 0.05 * 1.33**k for k in range(35)]
+    assert update_jumps(growth)[0] == 22
+    assert next(t for t, loss in enumerate(losses) if loss > 1.2 * 3.0) == 34

@@ -297,3 +297,17 @@ def test_claims_name_theorems_that_exist():
     from reports.claims import CLAIMS
 
     assert {name for claim in CLAIMS for name in claim.theorems} <= THEOREMS.keys()
+
+
+def test_jumps_of_the_updates_are_in_the_table_of_arms(run):
+    """U05: also on a real record, a step whose every layer moved five times as far."""
+    from reports.render import _arms
+
+    loaded = load_run(run)
+    assert not any("updates jump" in cell for row in _arms(loaded).rows for cell in row)
+    steps = loaded.arms["exact-momentum", 0].steps
+    assert len(steps) > 12
+    far = steps[12].model_copy(update={"displacement": [5 * (x or 0.0) for x in steps[12].displacement]})
+    steps[12] = far
+    (row,) = [row for row in _arms(loaded).rows if row[0] == "exact-momentum"]
+    assert row[-1].endswith("1 whose updates jump (from step 12)")
