@@ -31,6 +31,11 @@ def prepare(config: RunConfig, seed: int, recompute: bool, whole_layers: bool = 
     base, tokenizer = load_quantized(
         config.model, quantization=config.quantization, double_quant=config.double_quant
     )
+    longest = getattr(base.config, "max_position_embeddings", None)
+    if longest is not None and config.data.tokens > longest:
+        raise ValueError(
+            f"data.tokens: found {config.data.tokens}, expected at most {longest}, the longest of {config.model}"
+        )
     model = base if whole_layers else attach_lora(base, **config.lora.model_dump(), seed=seed)
     if whole_layers:
         unfreeze(model)

@@ -186,7 +186,7 @@ CLAIMS: tuple[Claim, ...] = (
         Rule("The order of the arms."),
         Rule("The order of the arms."),
         "Another order of the arms.",
-        untested="this version can run the alternatives (arms lisa, freeze-lowest, cached, ...) but has no rule for them yet",
+        untested="this version can run the alternatives (arms lisa, cached, ...) but has no rule for them yet",
     ),
 )  # fmt: skip
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, BinaryIO, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from reports.config import ArmConfig
-from reports.strict import first_problem, parse, plain
+from reports.strict import first_problem, naming, parse, plain
 
 SCHEMA = 1
 DIVERGED_WINDOW = 20
@@ -326,13 +326,15 @@ class MetricsWriter:
         elif value.get("nonfinite") is False:
             del value["nonfinite"]
         line = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-        self._file.write(line.encode("utf-8") + b"\n")
-        self._file.flush()
+        with naming(self.path):
+            self._file.write(line.encode("utf-8") + b"\n")
+            self._file.flush()
         self.lines += 1
 
     def sync(self) -> None:
         """Force the lines to the disk; call it before a checkpoint stores `lines`."""
-        os.fsync(self._file.fileno())
+        with naming(self.path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()

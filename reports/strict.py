@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -111,21 +111,35 @@ def write_json(path: Path | str, value: Any) -> None:
 
 
 def write_text(path: Path | str, text: str) -> None:
-    """Write `text` in UTF-8 by a temporary file in the same folder, fsync and rename."""
+    """Write `text` in UTF-8 by a temporary file in the same folder, fsync and rename.
+
+    Raises:
+        OSError: it cannot be written (no space, read-only); names the file, which is then as it was before.
+    """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        with naming(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with temporary.open("w", encoding="utf-8", newline="\n") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
     _sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """A failure to write inside is one line that names the file; the system's own may name none."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{path}: cannot be written ({error.strerror or error})") from error
 
 
 def _sync_folder(folder: Path) -> None:

@@ -90,7 +90,7 @@ def interrupted(folder, config, **options):
     return straight, make(folder, config, **options)
 
 
-@pytest.mark.parametrize("schedule, idle", cases())
+@pytest.mark.parametrize("schedule, idle", list(cases()))
 def test_thirteen_steps_are_five_and_eight(tmp_path, schedule, idle):
     """U37: the same layers, losses, weights and moments, bit for bit."""
     straight, resumed = interrupted(tmp_path, config_of(schedule, idle))

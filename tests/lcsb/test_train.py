@@ -10,8 +10,9 @@ import tiny_run
 from safetensors.torch import load_file
 
 import lcsb.train
+from lcsb.prepare import prepare
 from lcsb.train import train_arm
-from reports.records import read_metrics
+from reports.records import RunConfig, read_metrics
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +141,12 @@ def test_refusals_are_one_line(run, tmp_path):
         train_arm(run, "fool", 0)
     with pytest.raises(ValueError, match="seed 9: not in this run"):
         train_arm(run, "full", 9)
+    with pytest.raises(ValueError, match=r"data\.tokens: found 500, expected at most 128, the longest of"):
+        prepare(
+            tiny_run.settings(tmp_path.parent, model=RunConfig.read(run.config).model, data__tokens=500),
+            0,
+            False,
+        )
     train_arm(run, "full", 0)
     run.predictions.write_text(run.predictions.read_text() + "\n")
     with pytest.raises(ValueError, match="registered against predictions"):

@@ -100,8 +100,14 @@ def test_json_write_is_atomic_when_the_disk_fails(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match=r"a\.json: cannot be written \(No space left on device\)"):
         write_json(path, {"new": 2})
+    with (
+        MetricsWriter(tmp_path / "metrics.jsonl") as writer,
+        pytest.raises(OSError, match=r"metrics\.jsonl: cannot be written \(No space left on device\)"),
+    ):
+        writer.sync()
+    (tmp_path / "metrics.jsonl").unlink()
     assert read_json(path) == {"old": 1}
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.json"]
 
