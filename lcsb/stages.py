@@ -77,11 +77,12 @@ def measure(folder: RunFolder, progress: Progress | None = None) -> Measurements
 
 
 def _measure(root: Path) -> None:
+    from lcsb.config import LCSBConfig
     from lcsb.measure.fidelity import measure_fidelity
     from lcsb.measure.timing import measure_costs
     from lcsb.models import run_header
     from lcsb.prepare import held_out_loss, language_batch, layers_per_step, make_optimizer, prepare
-    from lcsb.selective import LCSBConfig, selective_backward
+    from lcsb.selective import selective_backward
 
     folder = RunFolder(root)
     config = RunConfig.read(folder.config)

@@ -138,7 +138,7 @@ class RunConfig(Settings):
     @classmethod
     def read(cls, path: Path | str) -> RunConfig:
         """Read a YAML file. Raises ValueError that names the file and the setting."""
-        return cls.from_mapping(_read_yaml(Path(path)), source=str(path))
+        return cls.from_mapping(read_yaml(Path(path)), source=str(path))
 
     @classmethod
     def build(
@@ -148,7 +148,7 @@ class RunConfig(Settings):
         settings = cls.preset(size).to_mapping()
         source = f"preset {size}"
         if file is not None:
-            _merge(settings, _read_yaml(Path(file)))
+            _merge(settings, read_yaml(Path(file)))
             source = str(file)
             # Checked here, so that a mistake in the file is not blamed on --set.
             settings = cls.from_mapping(settings, source).to_mapping()
@@ -200,7 +200,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A YAML file that holds a mapping; an empty one is an empty mapping. Raises ValueError that names the file."""
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
