@@ -154,3 +154,17 @@ def detached_attention(
     attention = attention_module(layer)
     detached = _DetachedAttention(attention.forward, keep)
     return lambda: shadowed_forward(attention, detached)
+
+
+def reaches(node: Any, targets: set[int]) -> bool:
+    """Whether the graph below `node` ends in a parameter whose id is in `targets`."""
+    stack, seen = [node], set()
+    while stack:
+        current = stack.pop()
+        if current is None or current in seen:
+            continue
+        seen.add(current)
+        if id(getattr(current, "variable", None)) in targets:
+            return True
+        stack.extend(parent for parent, _ in current.next_functions)
+    return False

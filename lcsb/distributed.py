@@ -84,7 +84,7 @@ class Replicas:
                 parameter.grad.copy_(mean.view_as(parameter))  # type: ignore[union-attr]
 
     def agree(self, values: torch.Tensor, how: str) -> torch.Tensor:
-        """The elementwise `mean`, `min` or `sum` of float64 values over the processes."""
+        """The elementwise `mean`, `min` or `sum` of a tensor over the processes."""
         if self.size == 1:
             return values
         result = values.clone()
@@ -103,9 +103,3 @@ def join() -> Replicas:
     if launched_processes() > 1 and not distributed.is_initialized():
         distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     return Replicas()
-
-
-def leave() -> None:
-    """End what `join` began."""
-    if distributed.is_available() and distributed.is_initialized():
-        distributed.destroy_process_group()

@@ -24,9 +24,9 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,6 +39,7 @@ from lcsb.branches import (
     OnceDifferentiable,
     detached_attention,
     on_hidden,
+    reaches,
     refuse_cache,
     require_path,
     shadowed_forward,
@@ -50,11 +51,11 @@ from lcsb.measured import Measured, PlanRecord
 from lcsb.optim import check_optimizer, set_idle_gradients
 from lcsb.quantized import refuse_half
 from lcsb.refresh import Refresh
+from lcsb.roles import Role, plan_roles
+from lcsb.switches import cache_settings, switch_off_recompute
 
 _MAY_CHANGE = ("layers", "on_nonfinite")
 """Settings that a resumed run may change; `layers` is compared by what it found."""
-
-Role = Literal["selected", "exact", "identity", "mlp", "below"]
 
 
 class NonFiniteError(FloatingPointError):
@@ -82,71 +83,6 @@ class StepRecord:
     taken: bool
     plan: PlanRecord | None = None
     refreshed: tuple[PlanRecord, ...] = ()
-
-
-def plan_roles(
-    backward: str,
-    selected: Sequence[int],
-    n_layers: int,
-    reach_bottom: bool = False,
-    grades: Sequence[str | None] | None = None,
-) -> list[Role]:
-    """The role of each layer at a step.
-
-    Args:
-        backward: backward mode.
-        selected: selected layers.
-        reach_bottom: True if something below layer 0 is trained, so that the gradient must arrive there.
-        grades: mode certified: the block's plan. Without one, and where it has no grade, idle layers are exact.
-
-    Returns:
-        One role a layer, index 0 nearest to the embedding.
-    """
-    if not selected:
-        raise ValueError("selection: no layer is selected; expected at least one")
-    chosen = set(selected)
-    lowest = -1 if reach_bottom else min(chosen)
-    idle: Role = "exact" if backward in ("full", "certified") else backward  # type: ignore[assignment]
-    roles: list[Role] = [
-        "selected" if i in chosen else idle if i > lowest else "below" for i in range(n_layers)
-    ]
-    if grades is None:
-        return roles
-    return [
-        grade if role == "exact" and grade is not None else role  # type: ignore[misc]
-        for role, grade in zip(roles, grades, strict=True)
-    ]
-
-
-def _switch_off_recompute(model: nn.Module, stack: contextlib.ExitStack) -> bool:
-    """Switch the model's own recompute off until `stack` closes; returns whether it was on."""
-    on = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
-    for module in on:
-        stack.callback(setattr, module, "gradient_checkpointing", True)
-        setattr(module, "gradient_checkpointing", False)  # noqa: B010 - not declared on nn.Module
-    return bool(on)
-
-
-@contextlib.contextmanager
-def without_recompute(model: nn.Module) -> Iterator[None]:
-    """Inside, no layer is recomputed in backward (activation checkpointing is off)."""
-    with contextlib.ExitStack() as stack:
-        _switch_off_recompute(model, stack)
-        yield
-
-
-def _reaches(node: Any, targets: set[int]) -> bool:
-    """Whether the graph below `node` ends in a parameter whose id is in `targets`."""
-    stack, seen = [node], set()
-    while stack:
-        current = stack.pop()
-        if current is None or current in seen:
-            continue
-        seen.add(current)
-        if id(getattr(current, "variable", None)) in targets:
-            return True
-        stack.extend(parent for parent, _ in current.next_functions)
-    return False
 
 
 class SelectiveBackward:
@@ -202,7 +138,7 @@ class SelectiveBackward:
                 original = layer.forward
                 self._forwards.append(original)
                 stack.enter_context(shadowed_forward(layer, self._layer_forward(index)))
-            for configuration in _configurations(self.model):
+            for configuration in cache_settings(self.model):
                 # A key/value cache is of no use in training and is filled twice by a recompute.
                 stack.callback(setattr, configuration, "use_cache", configuration.use_cache)
                 configuration.use_cache = False
@@ -224,7 +160,7 @@ class SelectiveBackward:
 
         Trainer may switch it on again at any time, so `begin` looks again.
         """
-        self.recompute |= _switch_off_recompute(self.model, stack)
+        self.recompute |= switch_off_recompute(self.model, stack)
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -489,7 +425,7 @@ class SelectiveBackward:
         if not hidden.requires_grad:
             return hidden
         outer = {id(p) for p in self.outer.values() if p.requires_grad}
-        if outer and _reaches(hidden.grad_fn, outer):
+        if outer and reaches(hidden.grad_fn, outer):
             self._set_roles(reach_bottom=True)
             return hidden
         return hidden.detach()
@@ -528,16 +464,6 @@ class SelectiveBackward:
         output = self._run_exact(index, without_attention, hidden)
         require_path(self.layers[index], hidden, output)
         return on_hidden(output, OnceDifferentiable.apply)
-
-
-def _configurations(model: nn.Module) -> list[Any]:
-    """The model's configuration objects that carry `use_cache` (multimodal wrappers have one for the text part)."""
-    found: dict[int, Any] = {}
-    for module in model.modules():
-        configuration = getattr(module, "config", None)
-        if configuration is not None and hasattr(configuration, "use_cache"):
-            found[id(configuration)] = configuration
-    return list(found.values())
 
 
 def selective_backward(

@@ -21,7 +21,8 @@ from bcd_theory.predict import SURROGATE_MODES, Fidelity, Layout
 from lcsb.branches import detached_attention
 from lcsb.config import LCSBConfig
 from lcsb.local import hidden_cosine, inner
-from lcsb.selective import SelectiveBackward, selective_backward, without_recompute
+from lcsb.selective import SelectiveBackward, selective_backward
+from lcsb.switches import without_recompute
 
 Gradients = list[dict[str, torch.Tensor]]  # one dict (parameter name -> gradient) a layer
 

@@ -19,7 +19,8 @@ from torch import nn
 
 from bcd_theory.cost import StepCosts
 from lcsb.config import LCSBConfig
-from lcsb.selective import SelectiveBackward, selective_backward, without_recompute
+from lcsb.selective import SelectiveBackward, selective_backward
+from lcsb.switches import without_recompute
 
 _STEPS_BETWEEN = 6  # steps of other modes between two `full` steps that serve as their reference
 
