@@ -26,7 +26,8 @@ from lcsb.engine.layer import AdapterLayout, Layer, Positions, module_of
 from lcsb.engine.mapped import MappedFolder
 from lcsb.engine.packed import TileBuffer
 from lcsb.engine.states import AdamWSettings, LayerStates
-from lcsb.selective import NonFiniteError, StepRecord, plan_roles
+from lcsb.roles import plan_roles
+from lcsb.selective import NonFiniteError, StepRecord
 
 
 @dataclass(frozen=True)
@@ -99,11 +100,16 @@ class Engine:
         seed: int = 0,
     ) -> None:
         self.config = config or LCSBConfig()
-        if self.config.backward == "certified":
-            raise ValueError(
-                "backward: the engine has no mode 'certified'; expected full, exact, identity or mlp"
-            )
         self.lora, self.optimizer = lora or LoRASettings(), optimizer or AdamWSettings()
+        if self.config.backward == "certified" or self.config.schedule in ("importance", "adaptive"):
+            raise ValueError(
+                f"the engine measures nothing while it trains: found backward {self.config.backward!r} and schedule "
+                f"{self.config.schedule!r}, expected other than certified, importance and adaptive"
+            )
+        if self.config.idle == "momentum" and self.optimizer.eps <= 0:
+            raise ValueError(
+                f"eps: found {self.optimizer.eps}, idle momentum needs it above 0 (T6: 0/0 otherwise)"
+            )
         self.residency = residency or Residency()
         self.folder = MappedFolder(folder)
         self.architecture = Architecture.from_config(self.folder.config, str(Path(folder) / "config.json"))
@@ -127,6 +133,8 @@ class Engine:
         self._owed = [0] * arch.layers
         self._positions: Positions | None = None
         self._head_buffer = torch.empty(0)
+        #: mean loss of the newest step's batch
+        self.loss = float("nan")
         self.draw_adapters(seed)
 
     def _scratch(self, name: str) -> Path:
@@ -284,7 +292,7 @@ class Engine:
     # -- the step ------------------------------------------------------------------------------------------------
 
     def step(self, ids: Tensor, labels: Tensor | None = None, max_norm: float | None = None) -> StepRecord:
-        """Forward, selective backward, clip, AdamW with the idle policy, advance. `loss` of the record's batch is kept.
+        """Forward, selective backward, clip, AdamW with the idle policy, advance; `loss` is then this batch's.
 
         Raises:
             NonFiniteError: loss or gradient is not finite and `on_nonfinite` is `stop`; nothing was changed.

@@ -191,6 +191,26 @@ def test_folder_that_is_not_packed(folders):
         Engine(folders["llama"].parent / "llama-plain")
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (LCSBConfig("certified", layers_per_step=1), "found backward 'certified' and schedule 'cyclic'"),
+        (
+            LCSBConfig("exact", schedule="importance", layers_per_step=1),
+            "and schedule 'importance', expected other",
+        ),
+    ],
+)
+def test_what_would_have_to_be_measured_is_refused(folders, config, message):
+    with pytest.raises(ValueError, match=message):
+        Engine(folders["llama"], config, lora=LORA)
+
+
+def test_eps_zero_is_refused_under_idle_momentum(folders):
+    with pytest.raises(ValueError, match=r"eps: found 0\.0, idle momentum needs it above 0"):
+        Engine(folders["llama"], LCSBConfig(), lora=LORA, optimizer=AdamWSettings(eps=0.0))
+
+
 def test_adapter_of_another_model(folders):
     engine = Engine(folders["llama"], lora=LORA)
     tensors = engine.adapter_tensors()
