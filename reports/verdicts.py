@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from reports.decisions import Verdict
+from reports.decisions import Decision, Verdict
 from reports.strict import read_record
 
 
@@ -27,6 +27,23 @@ class Part(_Strict):
     interval: tuple[float, float] | None = None
     n: int = 0
     counts: bool = True
+
+    @classmethod
+    def decided(
+        cls, name: str, decision: Decision, reason: str, *, unit: str, margin: float, counts: bool = True
+    ) -> Part:
+        """The part that a decision makes."""
+        return cls(
+            name=name,
+            verdict=decision.verdict,
+            reason=reason,
+            effect=decision.effect,
+            unit=unit,
+            margin=margin,
+            interval=decision.interval,
+            n=decision.n,
+            counts=counts,
+        )
 
 
 class Judgement(_Strict):

@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from bcd_theory.linear import StabilityLimit, stability_limit
 from bcd_theory.partition import Partition
 
 Optimizer = Literal["sgd", "sgd-ema", "heavy-ball", "adamw"]
@@ -46,6 +47,11 @@ class Arm:
     weight_decay: float = 0.0
     sequence: tuple[int, ...] | None = None
 
+    @property
+    def normalisation(self) -> Literal["ema", "heavy-ball"]:
+        """How the momentum is written, by the theory's names."""
+        return "heavy-ball" if self.optimizer == "heavy-ball" else "ema"
+
     def __post_init__(self) -> None:
         _one_of("order", self.order, ORDERS)
         _one_of("optimizer", self.optimizer, OPTIMIZERS)
@@ -58,6 +64,23 @@ class Arm:
                 raise ValueError(f"{name} is {value}, expected a finite number that is not negative")
         if self.sequence is not None and (not self.sequence or min(self.sequence) < 0):
             raise ValueError(f"sequence is {self.sequence}, expected the numbers of one block or more")
+
+
+def limit_of(
+    arm: Arm, hessian: NDArray[np.float64], blocks: Partition, preconditioner: ArrayLike | None = None
+) -> StabilityLimit:
+    """The arm's exact limit on a quadratic (T4, T5); raises ValueError for an order that has no linear map."""
+    if arm.order not in ("full", "cyclic", "random"):
+        raise ValueError(f"arm {arm.name!r}: order {arm.order!r}, expected full, cyclic or random")
+    return stability_limit(
+        hessian,
+        blocks,
+        order=arm.order,  # type: ignore[arg-type]
+        momentum=arm.momentum,
+        idle=arm.idle,
+        normalisation=arm.normalisation,
+        preconditioner=preconditioner,
+    )
 
 
 def _one_of(field: str, found: str, known: Sequence[str]) -> None:

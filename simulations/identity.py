@@ -310,16 +310,13 @@ def _far(record: Record) -> Part:
     typical = None if decision.effect is None else 10**decision.effect
     bounds = None if decision.interval is None else tuple(10**end for end in decision.interval)
     lost = float(np.median([row["loss_left"] for row, _, _ in found])) if found else None
-    return Part(
+    return Part.decided(
         name="where identity settles the true gradient is not zero",
-        verdict=decision.verdict,
+        decision=decision,
         reason=f"{percent(typical)} of the first true gradient (geometric mean), 95 % interval "
         f"{interval(bounds)}; {percent(lost)} of the reducible loss is left (median of {len(found)} chains).",  # type: ignore[arg-type]
-        effect=decision.effect,
-        interval=decision.interval,
         margin=-2.0,
         unit="log10 of the share of the first gradient",
-        n=decision.n,
     )
 
 

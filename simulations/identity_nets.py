@@ -307,33 +307,27 @@ def _by_net(record: Record, key: str) -> list[float]:
 def _cost(record: Record) -> Part:
     decision = decide(_by_net(record, "cost"), "below", 1.0, unit="net")
     least = float(np.mean(_by_net(record, "cheapest")))
-    return Part(
+    return Part.decided(
         name="certified plans cost less than exact (T12)",
-        verdict=decision.verdict,
+        decision=decision,
         reason=f"Backward of the idle layers costs {fixed(decision.effect)} of mode exact's, 95 % interval "
         f"{interval(decision.interval)}; the cheapest of all plans that pass costs {fixed(least)}.",
-        effect=decision.effect,
-        interval=decision.interval,
         margin=1.0,
         unit="share of exact's cost",
-        n=decision.n,
     )
 
 
 def _fresh(record: Record) -> Part:
     decision = decide(_by_net(record, "fresh_mean"), "above", MIN_COSINE, unit="net")
     below = sum(row["fresh"] < MIN_COSINE for row in record.of("plan"))
-    return Part(
+    return Part.decided(
         name="certified plans hold on batches they were not made from",
-        verdict=decision.verdict,
+        decision=decision,
         reason=f"Mean over {FRESH} fresh batches {fixed(decision.effect)}, 95 % interval "
         f"{interval(decision.interval)}; {below} of {len(record.of('plan'))} blocks have a batch below "
         f"{MIN_COSINE:g}. Nothing guarantees it.",
-        effect=decision.effect,
-        interval=decision.interval,
         margin=MIN_COSINE,
         unit="cosine",
-        n=decision.n,
         counts=False,
     )
 
@@ -350,16 +344,13 @@ def _reached(record: Record) -> list[Part]:
             missing.append(float(1 - drops[mode] / drops["exact"]))
         decision = decide(missing, "inside", 0.05, unit="net")
         parts.append(
-            Part(
+            Part.decided(
                 name=f"training in mode {mode} reaches exact's loss",
-                verdict=decision.verdict,
+                decision=decision,
                 reason=f"It misses {percent(decision.effect)} of exact's drop in log loss, 95 % interval "
                 f"{interval(decision.interval)}, after {STEPS[record.size]} steps of AdamW at {significant(RATE)}.",
-                effect=decision.effect,
-                interval=decision.interval,
                 margin=0.05,
                 unit="share of exact's drop",
-                n=decision.n,
                 counts=False,
             )
         )

@@ -12,13 +12,13 @@ import torch
 from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
-from bcd_theory.linear import stability_limit
 from bcd_theory.momentum import uncoupled_limit
 from bcd_theory.partition import equal_blocks
 from bcd_theory.predict import Prediction
 from reports.numbers import fixed, percent, significant
 from reports.svg import LIGHT
 from reports.verdicts import Part
+from simulations.arms import limit_of
 from simulations.experiment import Experiment, Write, legend_below, main, plain_log
 from simulations.problems import Quadratic, coupled
 from simulations.problems.base import Problem
@@ -95,16 +95,7 @@ def predict(measured: Mapping[str, Any]) -> Sequence[Prediction]:
         hessian, p, d = np.array(entry["hessian"]), int(entry["p"]), np.array(entry["d"])
         blocks = equal_blocks(len(hessian), p)
         for arm in ARMS:
-            order: Literal["full", "cyclic"] = "full" if arm.order == "full" else "cyclic"
-            limit = stability_limit(
-                hessian,
-                blocks,
-                order=order,
-                momentum=arm.momentum,
-                idle=arm.idle,
-                normalisation="heavy-ball" if arm.optimizer == "heavy-ball" else "ema",
-                preconditioner=scale_of(arm, p, d),
-            )
+            limit = limit_of(arm, hessian, blocks, scale_of(arm, p, d))
             limits[arm.name].append(limit.learning_rate)
             if arm.name == "cyclic":
                 ratios.append(limit.smoothness / max(limit.block_smoothness))

@@ -105,7 +105,7 @@ def law(setting: Setting, a: NDArray[np.float64], variance: NDArray[np.float64])
             order=order,
             momentum=arm.betas[0] if arm.optimizer == "adamw" else arm.momentum,
             idle=arm.idle,
-            normalisation="heavy-ball" if arm.optimizer == "heavy-ball" else "ema",
+            normalisation=arm.normalisation,
         )
 
     if arm.optimizer != "adamw":

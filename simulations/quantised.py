@@ -403,16 +403,13 @@ def _does_not_matter(record: Record, name: str, without: Variant, having: Varian
         if whole:
             differences += list(np.mean([np.subtract(b, a) for a, b in whole], axis=0))
     decision = decide([float(d) for d in differences], "inside", MARGIN, needed=SEEDS_NEEDED)
-    return Part(
+    return Part.decided(
         name=name,
-        verdict=decision.verdict,
+        decision=decision,
         reason=f"The width of the window, averaged over the arms, changes by {_octaves(decision)} octaves, against one "
         f"step of the grid ({MARGIN:g}).",
-        effect=decision.effect,
-        interval=decision.interval,
         margin=MARGIN,
         unit="octaves",
-        n=decision.n,
     )
 
 
@@ -423,16 +420,13 @@ def _explained(record: Record, arm: Selective) -> Part:
         v - wide for name in PROBLEMS if arm.mode in MODES[name] for v in windows(record, name, arm, NF4)
     ]
     decision = decide(found, "inside", EXPLAINED)
-    return Part(
+    return Part.decided(
         name=f"movement alone sets the limit ({arm.name})",
-        verdict=decision.verdict,
+        decision=decision,
         reason=f"Then LCSB's limit would lie {fixed(wide)} octaves above full's (T9); it lies "
         f"{_octaves(decision)} octaves from there.",
-        effect=decision.effect,
-        interval=decision.interval,
         margin=EXPLAINED,
         unit="octaves",
-        n=decision.n,
         counts=False,
     )
 

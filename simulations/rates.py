@@ -21,6 +21,7 @@ from reports.numbers import fixed, percent
 from reports.svg import LIGHT
 from reports.verdicts import Part
 from simulations import rate_bounds
+from simulations.arms import limit_of
 from simulations.experiment import Experiment, Write, legend_below, main, plain_log
 from simulations.problems import Quadratic, coupled
 from simulations.rate_bounds import CASES, RANDOM_RUNS, Case
@@ -130,27 +131,16 @@ def predict(measured: Mapping[str, Any]) -> Sequence[Prediction]:
     return found
 
 
-def _order(order: str) -> Literal["full", "cyclic", "random"]:
-    return "full" if order == "full" else "random" if order == "random" else "cyclic"
-
-
 def _slope(hessian: Array, start: Array, arm: Arm) -> tuple[float, float]:
     """(learning rate, change of log loss a cycle): a fifth of the limit, and twice the log radius of the cycle there.
 
     Random order: of the expected loss over cycles RANDOM_CYCLES/2 to RANDOM_CYCLES, by its exact mean-square map.
     """
-    blocks, order = equal_blocks(len(hessian), P), _order(arm.order)
-    limit = stability_limit(
-        hessian,
-        blocks,
-        order=order,
-        momentum=arm.momentum,
-        idle=arm.idle,
-        normalisation="heavy-ball" if arm.optimizer == "heavy-ball" else "ema",
-    )
+    blocks = equal_blocks(len(hessian), P)
+    limit = limit_of(arm, hessian, blocks)
     rate = 0.2 * limit.learning_rate
-    if order != "random":
-        return rate, float(np.log(limit.spectral_radius(rate))) * (2 * P if order == "full" else 2)
+    if arm.order != "random":
+        return rate, float(np.log(limit.spectral_radius(rate))) * (2 * P if arm.order == "full" else 2)
     n = len(hessian)
     steps = []
     for block in blocks.arrays():
