@@ -32,7 +32,8 @@ from reports.records import RunConfig, environment
 MODELS = ("smollm2-135m", "gemma3-270m")
 TARGETS = (0.3, 0.5, 0.8)
 CYCLE_LENGTH = 4
-JUDGED_SEED = 1  # adapters and batches are not the frontier's
+# Adapters and batches are not the frontier's, nor seed 1's, on which the rule of acceptance was made.
+JUDGED_SEEDS = (2, 3, 4)
 JUDGED = ("smollm2-135m", 0.5, 0.9)  # model, min_cosine, share of refreshes
 
 
@@ -210,15 +211,13 @@ def measure_model(name: str, size: Size) -> dict[str, Any]:
     }
 
 
-def judge_certified(
-    name: str, target: float, share: float, size: Size, seconds: dict[str, float]
-) -> dict[str, Any]:
-    """Train in mode certified and hold each plan against the batch of the next refresh, which it has not seen."""
+def certified_refreshes(name: str, target: float, size: Size, seed: int) -> list[dict[str, Any]]:
+    """Train in mode certified; at each refresh the plans in force meet a batch that they have not seen."""
     config = RunConfig.from_mapping(
         {"model": name, "cycle_length": CYCLE_LENGTH, "data": {"tokens": size.tokens}}
     )
     # Without recompute: the same trajectory bit for bit, in less time.
-    model, corpus = prepare(config, JUDGED_SEED, recompute=False)
+    model, corpus = prepare(config, seed, recompute=False)
     optimizer = make_optimizer(model, config, config.optimizer.learning_rate)
     settings = LCSBConfig(
         "certified",
@@ -230,13 +229,14 @@ def judge_certified(
     with selective_backward(model, settings) as lcsb:
         for t in range(size.judged_steps):
             lcsb.begin()
-            model(**language_batch(corpus.batch(JUDGED_SEED, t, 1), model)).loss.backward()
+            model(**language_batch(corpus.batch(seed, t, 1), model)).loss.backward()
             made = lcsb.step(optimizer).refreshed
             if made:
                 idle = [plan for plan in made if plan.trials]
                 held = [plan.replaced_cosine for plan in idle if plan.replaced_cosine is not None]
                 refreshes.append(
                     {
+                        "seed": seed,
                         "t": t,
                         "plans": [plan.summary for plan in idle],
                         "cosine": [plan.cosine for plan in idle],
@@ -247,6 +247,14 @@ def judge_certified(
                         "work_layers": sum(plan.work for plan in idle),
                     }
                 )
+    return refreshes
+
+
+def judge_certified(
+    name: str, target: float, share: float, size: Size, seconds: dict[str, float]
+) -> dict[str, Any]:
+    """Whether mode certified earns its place: cheaper than exact, and true on the batch of the next refresh."""
+    refreshes = [row for seed in JUDGED_SEEDS for row in certified_refreshes(name, target, size, seed)]
     kept = [min(row["held_out_cosine"]) >= target for row in refreshes if row["held_out_cosine"]]
     cheaper = all(row["cost"] < row["exact_cost"] for row in refreshes)
     faster = seconds[f"certified {target}"] < seconds["exact"]
@@ -262,6 +270,7 @@ def judge_certified(
             min(row["held_out_cosine"]) for row in refreshes if row["held_out_cosine"]
         ),
         "met": cheaper and faster and sum(kept) >= share * len(kept),
+        "seeds": list(JUDGED_SEEDS),
         "steps": size.judged_steps,
         "refresh_every": size.judged_every,
         "refreshes": refreshes,
