@@ -63,3 +63,16 @@ def loaded_demo(demo_cache):
     from lcsb.models import load_quantized
 
     return load_quantized("smollm2-135m")
+
+
+@pytest.fixture(scope="module")
+def nf4(tmp_path_factory, model_cache):
+    """A function that loads TINY-L with an NF4 base."""
+    import tiny
+
+    from lcsb.models import load_quantized
+
+    folder = tmp_path_factory.mktemp("nf4")
+    tiny.llama().save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return lambda: load_quantized(str(folder), quantization="nf4")[0]

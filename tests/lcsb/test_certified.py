@@ -13,7 +13,9 @@ import torch
 
 from lcsb.config import LCSBConfig
 from lcsb.measured import PlanRecord
-from lcsb.selective import plan_roles, selective_backward, without_recompute
+from lcsb.roles import plan_roles
+from lcsb.selective import selective_backward
+from lcsb.switches import without_recompute
 
 FAMILIES = ("llama", "qwen2", "gemma3", "gpt2", "gpt_neox")
 

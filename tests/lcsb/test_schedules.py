@@ -14,7 +14,8 @@ import torch
 
 from bcd_theory.schedule import SCHEDULES, Schedule
 from lcsb.config import TRAINER_SCHEDULES, LCSBConfig
-from lcsb.selective import selective_backward, without_recompute
+from lcsb.selective import selective_backward
+from lcsb.switches import without_recompute
 
 N = 6
 OPTIONS = {

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 
-import idle
 import pytest
 import tiny
 import torch
+from trainers import adapters_of, arguments, assert_clean, assert_equal, lcsb_trainer, rows
 from transformers import Trainer, TrainerCallback, TrainingArguments, get_scheduler
 
-from lcsb.callback import LCSBCallback, NothingTrainedError
+from lcsb.callback import LCSBCallback
 from lcsb.config import LCSBConfig
 from lcsb.layers import named_decoder_layers
-from lcsb.models import load_quantized
-from lcsb.selective import NonFiniteError, selective_backward
+from lcsb.selective import selective_backward
 from lcsb.trainer import LCSBTrainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -56,18 +54,6 @@ class Flow(TrainerCallback):
         self._now.clear()
         groups = kwargs["optimizer"].param_groups
         self.in_optimizer = sum(p.numel() for group in groups for p in group["params"])
-
-
-def arguments(folder, **changes):
-    return {
-        "output_dir": str(folder), "max_steps": 5, "per_device_train_batch_size": 2, "report_to": [],
-        "use_cpu": True, "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True,
-        "learning_rate": 1e-2, "lr_scheduler_type": "constant", "gradient_checkpointing": True, **changes,
-    }  # fmt: skip
-
-
-def rows(model, n=20):
-    return [{k: v[0] for k, v in tiny.batch(model, rows=1, seed=s).items()} for s in range(n)]
 
 
 # layers through which gradients flow in the first cycle and the step after it, k = 1 of 4 layers
@@ -174,53 +160,7 @@ def test_k_bit_helper():
     assert sorted(flow._now) == [2, 3]
 
 
-@pytest.fixture(scope="module")
-def nf4(tmp_path_factory, model_cache):
-    """A function that loads TINY-L with an NF4 base."""
-    folder = tmp_path_factory.mktemp("nf4")
-    tiny.llama().save_pretrained(folder)
-    tiny.tokenizer().save_pretrained(folder)
-    return lambda: load_quantized(str(folder), quantization="nf4")[0]
-
-
 # -- LCSBTrainer -----------------------------------------------------------------------------------------------------
-
-
-def lcsb_trainer(model, folder, config, data=None, *, callbacks=None, trainer_class=LCSBTrainer, **changes):
-    changes = {"gradient_checkpointing": False, "train_sampling_strategy": "sequential", **changes}
-    return trainer_class(
-        model=model,
-        args=TrainingArguments(**arguments(folder, **changes)),
-        train_dataset=data if data is not None else rows(model),
-        callbacks=callbacks,
-        **({} if config is None else {"lcsb": config}),
-    )
-
-
-def adapters_of(model):
-    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
-
-
-def assert_equal(first, second):
-    assert first.keys() == second.keys()
-    unequal = [name for name in first if not torch.equal(first[name], second[name])]
-    assert not unequal, unequal[0]
-
-
-def assert_clean(model):
-    assert not any(hasattr(module.__dict__.get("forward"), "_lcsb") for module in model.modules())
-    assert not model._forward_pre_hooks
-    assert all(p.grad is None for p in model.parameters())
-    ids = tiny.batch(model, rows=1)["input_ids"]
-    generated = model.eval().generate(input_ids=ids, max_new_tokens=3, do_sample=False)
-    assert generated.shape[1] == ids.shape[1] + 3
-    twin = copy.deepcopy(model)
-    assert torch.equal(twin(input_ids=ids).logits, model(input_ids=ids).logits)
-    model.train()(
-        **tiny.batch(model)
-    ).loss.backward()  # an ordinary backward pass reaches every adapter again
-    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
-    model.zero_grad()
 
 
 @pytest.mark.parametrize("config, recompute", [
@@ -480,143 +420,6 @@ def test_frozen_idle_layers_are_logged_as_not_moving(tmp_path):
     assert [row["lcsb/displacement_idle"] for row in trainer.state.log_history if "loss" in row] == [0.0] * 5
 
 
-# -- bad batches -----------------------------------------------------------------------------------------------------
-
-
-def masked(row):
-    return {**row, "labels": torch.full_like(row["labels"], -100)}
-
-
-@pytest.mark.parametrize("make", ["trainer", "callback"])
-def test_batches_without_labels_change_nothing(tmp_path, make):
-    """U30: all-masked windows 0, 2 and 5 are counted; moments, schedules and weights as without them."""
-    config = LCSBConfig("exact", layers_per_step=1)
-    options = {"per_device_train_batch_size": 1, "lr_scheduler_type": "linear", "logging_strategy": "steps",
-               "logging_steps": 1}  # fmt: skip
-    results = []
-    for without in (False, True):
-        model = tiny.with_lora(tiny.llama())
-        good = rows(model, 5)
-        data = (
-            good
-            if without
-            else [masked(good[0]), good[0], masked(good[1]), good[1], good[2], masked(good[0]), *good[3:]]
-        )
-        own = {"callbacks": [LCSBCallback(config)], "trainer_class": Trainer} if make == "callback" else {}
-        trainer = lcsb_trainer(
-            model, tmp_path, None if make == "callback" else config, data, **own, max_steps=len(data), **options,
-            # the same learning rates with and without: the schedule does not advance either
-            lr_scheduler_kwargs={}, warmup_steps=0,
-        )  # fmt: skip
-        trainer.create_optimizer()
-        trainer.lr_scheduler = get_scheduler(
-            "linear", trainer.optimizer, num_warmup_steps=0, num_training_steps=5
-        )
-        with (
-            contextlib.nullcontext()
-            if without
-            else pytest.warns(UserWarning, match="3 steps were not taken: 3 without")
-        ):
-            trainer.train()
-        state = trainer.optimizer.state_dict()["state"]
-        results.append((adapters_of(model), state, [r for r in trainer.state.log_history if "loss" in r]))
-    assert_equal(results[0][0], results[1][0])
-    for index, entry in results[1][1].items():
-        assert_equal(entry, results[0][1][index])
-    assert [row["lcsb/skipped"] for row in results[0][2]] == [1, 1, 2, 2, 2, 3, 3, 3]
-    assert [row["lcsb/selected"] for row in results[0][2]] == ["0", "0", "1", "1", "2", "3", "3", "0"]
-
-
-def test_one_masked_row_among_the_accumulated_is_left_out(tmp_path):
-    """U30: alone in its micro-batch; a model that takes the mean of each micro-batch would give NaN there."""
-    weights = []
-    for with_masked in (True, False):
-        model = tiny.with_lora(tiny.llama())
-        good = rows(model, 4)
-        data = [good[0], masked(good[1]), good[2], masked(good[3])] if with_masked else [good[0], good[2]]
-        trainer = lcsb_trainer(
-            model, tmp_path, LCSBConfig("exact", layers_per_step=1), data, per_device_train_batch_size=1,
-            gradient_accumulation_steps=2 if with_masked else 1, max_steps=2,
-        )  # fmt: skip
-        trainer.train()
-        weights.append(adapters_of(model))
-        assert trainer.lcsb.skipped == {"empty": 0, "nonfinite": 0}
-    assert_equal(*weights)
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_nothing_but_masked_batches_is_an_error(tmp_path, smoothing):
-    """U30: also under label smoothing, where the model is called without labels."""
-    model = tiny.with_lora(tiny.llama())
-    before = adapters_of(model)
-    data = [masked(row) for row in rows(model)]
-    trainer = lcsb_trainer(model, tmp_path, LCSBConfig(), data, label_smoothing_factor=smoothing)
-    with pytest.raises(
-        NothingTrainedError, match="all 5 steps were skipped: every label of every batch is masked"
-    ):
-        trainer.train()
-    assert_equal(before, adapters_of(model))
-    assert_clean(model)
-    callback = lcsb_trainer(
-        model, tmp_path, None, data, trainer_class=Trainer, callbacks=[LCSBCallback(LCSBConfig())]
-    )
-    with pytest.raises(NothingTrainedError):
-        callback.train()
-    assert_clean(model)
-
-
-def test_empty_and_one_token_rows(tmp_path):
-    """U32: rows with no token to predict (0 or 1 tokens) are left out, not run."""
-    model = tiny.with_lora(tiny.llama())
-    short = [{k: v[:n] for k, v in row.items()} for row, n in zip(rows(model, 3), (1, 0, 12), strict=True)]
-    trainer = lcsb_trainer(
-        model, tmp_path, LCSBConfig(layers_per_step=1), short, per_device_train_batch_size=1, max_steps=3
-    )
-    with pytest.warns(UserWarning, match="2 steps were not taken"):
-        trainer.train()
-    assert trainer.lcsb.skipped == {"empty": 2, "nonfinite": 0}
-
-
-class Overflow:
-    """A trainer mixin whose third step's loss overflows float32."""
-
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        loss = super().compute_loss(model, inputs, *args, **kwargs)
-        return loss * 1e38 * 1e38 if self.state.global_step == 2 else loss
-
-
-@pytest.mark.parametrize("make, clip", [(LCSBTrainer, 1.0), (LCSBTrainer, 0.0), (Trainer, 1.0)],
-                         ids=["trainer", "unclipped", "callback"])  # fmt: skip
-def test_a_step_that_is_not_finite(tmp_path, make, clip):
-    """U09: the step is skipped or stops the run, and poisons no moment."""
-    trainer_class = type("Overflowing", (Overflow, make), {})
-    for on_nonfinite in ("skip", "stop"):
-        model = tiny.with_lora(tiny.llama())
-        config = LCSBConfig("exact", layers_per_step=1, on_nonfinite=on_nonfinite)
-        own = {"callbacks": [LCSBCallback(config)]} if make is Trainer else {}
-        trainer = lcsb_trainer(
-            model, tmp_path, None if make is Trainer else config, trainer_class=trainer_class, max_grad_norm=clip,
-            logging_strategy="steps", logging_steps=1, **own,
-        )  # fmt: skip
-        if on_nonfinite == "skip":
-            with pytest.warns(UserWarning, match="1 steps were not taken: 0 without .*, 1 with a gradient"):
-                trainer.train()
-            history = [row for row in trainer.state.log_history if "loss" in row]
-            assert [row["lcsb/selected"] for row in history] == ["0", "1", "2", "2", "3"]
-            assert all(math.isfinite(row["loss"]) for row in history)
-        else:
-            with pytest.raises(
-                NonFiniteError, match=r"step 2, batch of global step 2: .* first in .*layers\.2\."
-            ):
-                trainer.train()
-            for callback in own.get("callbacks", []):
-                callback.close()
-        assert all(p.isfinite().all() for p in model.parameters())
-        for entry in trainer.optimizer.state_dict()["state"].values():
-            assert all(torch.as_tensor(value).isfinite().all() for value in entry.values())
-        assert_clean(model)
-
-
 def test_two_callbacks_are_refused(tmp_path):
     model = tiny.with_lora(tiny.llama())
     with pytest.raises(ValueError, match="LCSBTrainer brings its own LCSBCallback"):
@@ -665,99 +468,3 @@ def test_not_wrapped_for_distributed_training(tmp_path):
     trainer.train()
     assert seen and all(m is model for m in seen)
     assert asked == [True]
-
-
-# -- the idle layers' law in the trainer's real parameters -----------------------------------------------------------
-
-
-def train_under_the_law(model, folder, **changes):
-    """Two cycles and a half of k = 1 of 4 layers: (error, predicted, start) norms of each step's idle layers."""
-    law = idle.Law(lambda: trainer.lcsb.lcsb)
-    trainer = lcsb_trainer(
-        model, folder, LCSBConfig("exact", layers_per_step=1), callbacks=[law], max_steps=10,
-        lr_scheduler_type="cosine", warmup_steps=2, **changes,
-    )  # fmt: skip
-    trainer.train()
-    assert len(law.found) == 9
-    return law
-
-
-def test_the_law_to_rounding(tmp_path):
-    """T6 with a learning-rate schedule, weight decay, accumulation and clipping."""
-    law = train_under_the_law(
-        tiny.with_lora(tiny.llama()),
-        tmp_path,
-        weight_decay=0.1,
-        gradient_accumulation_steps=2,
-        max_grad_norm=0.1,
-    )
-    assert law.types == {torch.float32}
-    for error, predicted, start in law.found:
-        assert error <= 1e-5 * predicted + 2 * 2.0**-24 * start
-        assert predicted > 1e-3 * start
-
-
-def test_the_law_under_8_bit_adamw(tmp_path):
-    """T6 to 1 % norm-wise under bitsandbytes' 8-bit AdamW, p = 4 (the smallest tensors keep 32 bits)."""
-    law = train_under_the_law(tiny.with_lora(tiny.llama(), r=64), tmp_path, optim="adamw_bnb_8bit")
-    assert law.types == {torch.uint8, torch.float32}
-    assert max(error / predicted for error, predicted, _ in law.found) <= 1e-2
-
-
-def test_sft_trainer_on_a_4_bit_base_says_that_the_adapters_are_bf16(nf4, tmp_path):
-    """T6 to the rounding of bfloat16; float32's tolerance would not hold, so the callback says so."""
-    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-    model = tiny.with_lora(nf4())
-    ids = [row["input_ids"].tolist() for row in rows(model)]
-    callback = LCSBCallback(LCSBConfig("exact", layers_per_step=1))
-    law = idle.Law(lambda: callback.lcsb)
-    trainer = trl.SFTTrainer(
-        model=model,
-        args=trl.SFTConfig(**arguments(tmp_path, max_steps=8), max_length=32),
-        train_dataset=datasets.Dataset.from_dict({"input_ids": ids, "labels": ids}),
-        processing_class=tiny.tokenizer(),
-        callbacks=[callback, law],
-    )
-    with pytest.warns(
-        UserWarning, match="the adapters are bfloat16 .* holds to the rounding of that type only"
-    ):
-        trainer.train()
-    assert law.types == {torch.bfloat16}
-    for k, (error, predicted, start) in enumerate(law.found, 1):
-        assert 1e-4 * predicted < error <= 2.0**-8 * (start + min(k, 3) * predicted)
-
-
-@pytest.mark.parametrize("base", ["nf4", "float32"])
-def test_every_adapter_learns_within_a_cycle(nf4, tmp_path, base):
-    """U11: from PEFT's zero start, with recompute and one layer a step, no lora_B is zero after one cycle."""
-    model = tiny.with_lora(nf4() if base == "nf4" else tiny.llama(), random_b=False)
-    seconds = {n: p for n, p in model.named_parameters() if "lora_B" in n}
-    assert seconds and not any(p.any() for p in seconds.values())
-    config = LCSBConfig("exact", "frozen", layers_per_step=1)
-    lcsb_trainer(
-        model, tmp_path, config, max_steps=4, activation_checkpointing=True, gradient_checkpointing=None
-    ).train()
-    assert [name for name, p in seconds.items() if not p.any()] == []
-
-
-def test_the_seed_decides_data_and_layer_order(tmp_path):
-    """U43: the same seed gives the same run; another one other batches and other layers."""
-    runs = []
-    for seed in (1, 1, 2):
-        model = tiny.with_lora(tiny.llama())
-        trainer = lcsb_trainer(
-            model, tmp_path, LCSBConfig("identity", schedule="random", layers_per_step=1), seed=seed, max_steps=6,
-            train_sampling_strategy="random", logging_strategy="steps", logging_steps=1,
-        )  # fmt: skip
-        trainer.train()
-        history = [row for row in trainer.state.log_history if "loss" in row]
-        runs.append([[row[key] for row in history] for key in ("loss", "lcsb/selected", "grad_norm")])
-    assert runs[0] == runs[1]
-    assert all(first != other for first, other in zip(runs[0], runs[2], strict=True))
-    assert runs[0][0][0] != runs[2][0][0]  # the first batch already
-
-
-def test_fp16_on_the_cpu_is_refused(tmp_path):
-    """U29: Trainer itself would quietly compute in float32."""
-    with pytest.raises(ValueError, match="fp16 on the CPU"):
-        lcsb_trainer(tiny.with_lora(tiny.llama()), tmp_path, LCSBConfig(), fp16=True)
