@@ -131,10 +131,9 @@ def _rope_base(config: Mapping[str, Any], kind: str, source: str) -> float:
 
 
 def rotary(tokens: int, head_dim: int, base: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines [tokens, head_dim] of the rotary positions 0, 1, ..."""
+    """Cosines and sines [tokens, 1, head_dim / 2] of the rotary positions 0, 1, ..."""
     frequencies = 1.0 / (base ** (torch.arange(0, head_dim, 2).float() / head_dim))
-    angles = torch.arange(tokens).float()[:, None] * frequencies[None, :]
-    angles = torch.cat([angles, angles], -1)
+    angles = torch.arange(tokens).float()[:, None, None] * frequencies
     return angles.cos(), angles.sin()
 
 

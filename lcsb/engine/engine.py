@@ -25,6 +25,7 @@ from lcsb.engine.inputs import LayerInputs, Placement
 from lcsb.engine.layer import AdapterLayout, Layer, Positions, module_of
 from lcsb.engine.mapped import MappedFolder
 from lcsb.engine.packed import TileBuffer
+from lcsb.engine.projections import Adapters, Products
 from lcsb.engine.states import AdamWSettings, LayerStates
 from lcsb.roles import plan_roles
 from lcsb.selective import NonFiniteError, StepRecord
@@ -39,6 +40,8 @@ class Residency:
         head: the embedding matrix.
         states: adapters, m and v.
         inputs: where layer inputs lie between forward and backward.
+        products: number of layers, from the top, whose projections' outputs are kept between forward and backward, so
+            that backward need not compute them again.
         chunk_logits: logits held at once by the head (tokens x words).
         folder: where mapped files are made.
     """
@@ -47,6 +50,7 @@ class Residency:
     head: bool = True
     states: bool = True
     inputs: Placement = "memory"
+    products: int = 0
     chunk_logits: int = 1 << 22
     folder: Path | None = None
 
@@ -72,6 +76,14 @@ class _Gradient:
     loss: float
     targets: int
     by_layer: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class _Kept:
+    """What the forward pass keeps for backward: layer inputs, and outputs of projections."""
+
+    inputs: LayerInputs
+    products: dict[int, Products]
 
 
 class Engine:
@@ -164,10 +176,11 @@ class Engine:
         rows = torch.nn.functional.embedding(ids.reshape(-1), weight).float()
         return rows * self.architecture.embedding_scale if self.architecture.embedding_scale != 1.0 else rows
 
-    def _adapters(self, index: int) -> dict[str, Tensor]:
+    def _adapters(self, index: int, gradient: Tensor | None = None) -> Adapters:
         owed, self._owed[index] = self._owed[index], 0
         self.states.idle_steps(index, owed, self.optimizer)
-        return self.layout.views(self.states.x(index))
+        views = None if gradient is None else self.layout.views(gradient)
+        return Adapters(self.layout.views(self.states.x(index)), self.lora.scale, views)
 
     def _let_go(self, index: int) -> None:
         if not self.residency.weights:
@@ -175,20 +188,23 @@ class Engine:
         if not self.residency.states:
             self.states.release(index)
 
-    def _forward(self, ids: Tensor, roles: Sequence[str] | None, inputs: LayerInputs | None) -> Tensor:
+    def _forward(self, ids: Tensor, roles: Sequence[str] | None = None, kept: _Kept | None = None) -> Tensor:
         if self._positions is None or (self._positions.rows, self._positions.tokens) != tuple(ids.shape):
             self._positions = Positions(ids.shape[0], ids.shape[1], self.architecture.head_dim)
         hidden = self._embed(ids)
-        scale = self.lora.scale
         for index, layer in enumerate(self.layers):
             role = roles[index] if roles else "below"
             adapters = self._adapters(index)
-            if inputs is not None and role in ("selected", "exact"):
-                inputs.put(index, hidden)
-            hidden = hidden + layer.attention(hidden, adapters, scale, self._positions)
-            if inputs is not None and role == "mlp":
-                inputs.put(index, hidden)
-            hidden = hidden + layer.mlp(hidden, adapters, scale)
+            products = kept.products.get(index) if kept else None
+            if kept and role in ("selected", "exact"):
+                kept.inputs.put(index, hidden)
+            attention = layer.attention(
+                hidden, adapters, self._positions, None if role == "mlp" else products
+            )
+            hidden = hidden + attention
+            if kept and role == "mlp":
+                kept.inputs.put(index, hidden)
+            hidden = hidden + layer.mlp(hidden, adapters, products)
             self._let_go(index)
         return hidden
 
@@ -237,7 +253,7 @@ class Engine:
     @torch.no_grad()
     def evaluate(self, ids: Tensor, labels: Tensor | None = None) -> tuple[float, int]:
         """Sum of target losses in nats and number of targets of a batch [rows, tokens]; padding only on the right."""
-        total, count, _ = self._loss(self._forward(ids, None, None), ids if labels is None else labels, False)
+        total, count, _ = self._loss(self._forward(ids), ids if labels is None else labels, False)
         return total, count
 
     # -- backward ------------------------------------------------------------------------------------------------
@@ -254,10 +270,9 @@ class Engine:
         """
         chosen = self.schedule.selected(self.t) if selected is None else tuple(selected)
         roles = plan_roles(self.config.backward, chosen, len(self.layers))
-        numbers = ids.numel() * self.architecture.hidden
-        inputs = LayerInputs(self.residency.inputs, len(self.layers), numbers, self.residency.folder)
+        kept = self._to_keep(roles, ids.numel() * self.architecture.hidden)
         with torch.no_grad():
-            hidden = self._forward(ids, roles, inputs)
+            hidden = self._forward(ids, roles, kept)
         total, count, grad = self._loss(hidden, ids if labels is None else labels, True)
         del hidden
         result = _Gradient(total / max(count, 1), count)
@@ -265,29 +280,35 @@ class Engine:
             return result
         for index in range(len(self.layers) - 1, min(chosen) - 1, -1):
             if roles[index] != "identity":
-                grad = self._backward(index, roles[index], inputs.take(index), grad, result)
+                grad = self._backward(index, roles[index], kept, grad, result)
         return result
 
-    def _backward(self, index: int, role: str, start: Tensor, grad: Tensor, result: _Gradient) -> Tensor:
-        layer, scale = self.layers[index], self.lora.scale
-        adapters = self._adapters(index)
-        start = start.detach().requires_grad_()
-        wanted: list[Tensor] = []
+    def _to_keep(self, roles: Sequence[str], numbers: int) -> _Kept:
+        visited = [i for i, role in enumerate(roles) if role in ("selected", "exact", "mlp")]
+        residency = self.residency
+        inputs = LayerInputs(residency.inputs, len(self.layers), numbers, residency.folder)
+        top = visited[max(0, len(visited) - residency.products) :]
+        return _Kept(inputs, {i: self.layers[i].products(keep=i in top) for i in visited})
+
+    def _backward(self, index: int, role: str, kept: _Kept, grad: Tensor, result: _Gradient) -> Tensor:
+        """The gradient below a layer, h' = h + attention(h), h'' = h' + mlp(h'), from that above it."""
+        layer, products = self.layers[index], kept.products[index]
         if role == "selected":
-            adapters = {name: view.detach().requires_grad_() for name, view in adapters.items()}
-            wanted = list(adapters.values())
+            result.by_layer[index] = torch.zeros(self.layout.size)
+        adapters = self._adapters(index, result.by_layer.get(index))
+        middle = start = kept.inputs.take(index).detach().requires_grad_()
         with torch.enable_grad():
-            if role == "mlp":
-                output = start + layer.mlp(start, adapters, scale)
-            else:
+            if role != "mlp":
                 assert self._positions is not None
-                middle = start + layer.attention(start, adapters, scale, self._positions)
-                output = middle + layer.mlp(middle, adapters, scale)
-        below, *ours = torch.autograd.grad(output, [start, *wanted], grad)
-        if ours:
-            result.by_layer[index] = torch.cat([g.reshape(-1) for g in ours])
+                attention = layer.attention(start, adapters, self._positions, products)
+                middle = (start.detach() + attention.detach()).requires_grad_()
+            mlp = layer.mlp(middle, adapters, products)
+        grad = torch.autograd.grad(mlp, middle, grad)[0].add_(grad)
+        del mlp
+        if role != "mlp":
+            grad = torch.autograd.grad(attention, start, grad)[0].add_(grad)
         self._let_go(index)
-        return below
+        return grad
 
     # -- the step ------------------------------------------------------------------------------------------------
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from bcd_theory.geometry import PROJECTIONS
 from lcsb.engine.architecture import Architecture, rotary, window_mask
+from lcsb.engine.elementwise import rms_norm, rotate
 from lcsb.engine.mapped import MappedFolder
-from lcsb.engine.packed import PackedMatrix, TileBuffer, linear
+from lcsb.engine.packed import PackedMatrix, TileBuffer
+from lcsb.engine.projections import Adapters, Products, Projection, project
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _SANDWICH = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -21,14 +20,6 @@ _SANDWICH = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 def module_of(projection: str) -> str:
     """Name of the branch that holds a projection, as in transformers."""
     return "self_attn" if projection in _ATTENTION else "mlp"
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """LoRA matrices of one projection: A [r, inputs], B [outputs, r]."""
-
-    a: Tensor
-    b: Tensor
 
 
 class AdapterLayout:
@@ -70,13 +61,12 @@ class Layer:
     ) -> None:
         self.folder, self.architecture, self.index, self.buffer = folder, architecture, index, buffer
         self.prefix = f"{prefix}layers.{index}."
-        self.matrices: dict[str, PackedMatrix] = {}
-        self.biases: dict[str, Tensor] = {}
+        self.projections: dict[str, Projection] = {}
         for name, (rows, columns) in architecture.shapes.items():
             key = f"{self.prefix}{module_of(name)}.{name}"
-            self.matrices[name] = packed_matrix(folder, f"{key}.weight", rows, columns)
-            if f"{key}.bias" in folder:
-                self.biases[name] = folder.tensor(f"{key}.bias").float()
+            matrix = packed_matrix(folder, f"{key}.weight", rows, columns)
+            bias = folder.tensor(f"{key}.bias").float() if f"{key}.bias" in folder else None
+            self.projections[name] = Projection(name, matrix, bias)
         norms = ["input_layernorm", "post_attention_layernorm"]
         norms += list(_SANDWICH) if architecture.sandwich else []
         self.norms = {
@@ -109,56 +99,50 @@ class Layer:
         """Bytes of this layer's packed weights and their scales."""
         return sum(self.folder.nbytes(name) for name in self._packed)
 
+    def products(self, keep: bool) -> Products:
+        """A store for this layer's projections; without a norm after it, the last one's output is not needed."""
+        return Products(keep, () if self.architecture.sandwich else ("down_proj",))
+
     # -- the branches --------------------------------------------------------------------------------------------
 
-    def _project(self, x: Tensor, name: str, adapters: Mapping[str, Tensor], scale: float) -> Tensor:
-        y = linear(x, self.matrices[name], self.buffer)
-        if name in self.biases:
-            y = y + self.biases[name]
-        if f"{name}.a" in adapters:
-            low = (x @ adapters[f"{name}.a"].T) * scale
-            y = torch.addmm(y, low, adapters[f"{name}.b"].T)
-        return y
+    def _project(
+        self, x: Tensor, names: tuple[str, ...], adapters: Adapters, products: Products | None
+    ) -> tuple[Tensor, ...]:
+        return project(x, [self.projections[name] for name in names], adapters, self.buffer, products)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        weight = self.norms[name]
-        return F.rms_norm(x, (weight.shape[0],), weight, self.architecture.eps)
+        return rms_norm(x, self.norms[name], self.architecture.eps)
 
     def attention(
-        self, hidden: Tensor, adapters: Mapping[str, Tensor], scale: float, positions: Positions
+        self, hidden: Tensor, adapters: Adapters, positions: Positions, products: Products | None = None
     ) -> Tensor:
         """The attention branch's output, [rows * tokens, hidden] (what is added to `hidden`)."""
         arch = self.architecture
         rows, tokens = positions.rows, positions.tokens
         x = self._norm(hidden, "input_layernorm")
-
-        def heads(name: str, count: int) -> Tensor:
-            return self._project(x, name, adapters, scale).view(rows, tokens, count, arch.head_dim)
-
-        q, k = heads("q_proj", arch.heads), heads("k_proj", arch.kv_heads)
-        v = heads("v_proj", arch.kv_heads).transpose(1, 2)
+        flat = self._project(x, ("q_proj", "k_proj", "v_proj"), adapters, products)
+        q, k, v = (y.view(rows, tokens, -1, arch.head_dim) for y in flat)
         if arch.query_key_norm:
             q, k = self._norm(q, "q_norm"), self._norm(k, "k_norm")
-        cosine, sine = positions.rotary(arch.rope_bases[self.index])
-        q, k = _rotate(q.transpose(1, 2), cosine, sine), _rotate(k.transpose(1, 2), cosine, sine)
+        table = positions.rotary(arch.rope_bases[self.index])
+        q, k = rotate(q, *table), rotate(k, *table)
         mask = positions.mask(arch.windows[self.index])
         mixed = F.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=mask is None, scale=arch.attention_scale,
-            enable_gqa=arch.heads != arch.kv_heads,
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, is_causal=mask is None,
+            scale=arch.attention_scale, enable_gqa=arch.heads != arch.kv_heads,
         )  # fmt: skip
-        flat = mixed.transpose(1, 2).reshape(rows * tokens, arch.heads * arch.head_dim)
-        output = self._project(flat, "o_proj", adapters, scale)
+        joined = mixed.transpose(1, 2).reshape(rows * tokens, arch.heads * arch.head_dim)
+        (output,) = self._project(joined, ("o_proj",), adapters, products)
         return self._norm(output, "post_attention_layernorm") if arch.sandwich else output
 
-    def mlp(self, hidden: Tensor, adapters: Mapping[str, Tensor], scale: float) -> Tensor:
+    def mlp(self, hidden: Tensor, adapters: Adapters, products: Products | None = None) -> Tensor:
         """The MLP branch's output, [rows * tokens, hidden]."""
         arch = self.architecture
         x = self._norm(hidden, "pre_feedforward_layernorm" if arch.sandwich else "post_attention_layernorm")
-        gate = self._project(x, "gate_proj", adapters, scale)
+        gate, up = self._project(x, ("gate_proj", "up_proj"), adapters, products)
         gate = F.silu(gate) if arch.activation == "silu" else F.gelu(gate, approximate="tanh")
-        output = self._project(
-            gate * self._project(x, "up_proj", adapters, scale), "down_proj", adapters, scale
-        )
+        inner = gate * up if torch.is_grad_enabled() else gate.mul_(up)
+        (output,) = self._project(inner, ("down_proj",), adapters, products)
         return self._norm(output, "post_feedforward_layernorm") if arch.sandwich else output
 
 
@@ -171,7 +155,7 @@ class Positions:
         self._masks: dict[int | None, Tensor | None] = {}
 
     def rotary(self, base: float) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [tokens, head_dim]."""
+        """Cosines and sines [tokens, 1, head_dim / 2]."""
         if base not in self._rotary:
             self._rotary[base] = rotary(self.tokens, self._head_dim, base)
         return self._rotary[base]
@@ -181,11 +165,6 @@ class Positions:
         if window not in self._masks:
             self._masks[window] = window_mask(self.tokens, window)
         return self._masks[window]
-
-
-def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    return x * cosine + torch.cat([-x[..., half:], x[..., :half]], -1) * sine
 
 
 def packed_matrix(folder: MappedFolder, name: str, rows: int, columns: int) -> PackedMatrix:

@@ -3,8 +3,8 @@
     y = x W^T  and, in backward,  g_x = g_y W,  W [rows, columns] read in tiles of some 1,024 rows
 
 The tile lies in a buffer that every product of the process uses again: a fresh output for each matrix would cost four
-times the dequantisation itself in page faults. Nothing keeps the buffer beyond the product it was filled for, so
-autograd saves no weight (pitfall U10).
+times the dequantisation itself in page faults. Nothing keeps the buffer beyond the product it was filled for (pitfall
+U10).
 """
 
 from __future__ import annotations
@@ -115,21 +115,6 @@ class TileBuffer:
                 self.memory.fill_(float("nan"))
 
 
-class _PackedProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, matrix: PackedMatrix, buffer: TileBuffer) -> torch.Tensor:
-        ctx.matrix, ctx.buffer = matrix, buffer
-        return packed_product(x, matrix, buffer)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        if torch.is_grad_enabled():  # create_graph=True
-            raise RuntimeError(
-                "double backward through a packed product is not computed; measure curvature on the transformers model"
-            )
-        return packed_transposed_product(grad, ctx.matrix, ctx.buffer), None, None
-
-
 def packed_product(x: torch.Tensor, matrix: PackedMatrix, buffer: TileBuffer) -> torch.Tensor:
     """x W^T for x [tokens, columns]: [tokens, rows], without a graph."""
     y = x.new_empty(x.shape[0], matrix.rows)
@@ -138,18 +123,17 @@ def packed_product(x: torch.Tensor, matrix: PackedMatrix, buffer: TileBuffer) ->
     return y
 
 
-def packed_transposed_product(grad: torch.Tensor, matrix: PackedMatrix, buffer: TileBuffer) -> torch.Tensor:
-    """g W for g [tokens, rows]: [tokens, columns], without a graph."""
-    total = grad.new_zeros(grad.shape[0], matrix.columns)
+def packed_transposed_product(
+    grad: torch.Tensor, matrix: PackedMatrix, buffer: TileBuffer, onto: torch.Tensor | None = None
+) -> torch.Tensor:
+    """g W for g [tokens, rows]: [tokens, columns], without a graph; added to `onto` in place if that is given."""
+    total = grad.new_empty(grad.shape[0], matrix.columns) if onto is None else onto
     for first, last, tile in buffer.each(matrix):
-        total.addmm_(grad[:, first:last], tile)
+        if first == 0 and onto is None:
+            torch.mm(grad[:, first:last], tile, out=total)
+        else:
+            total.addmm_(grad[:, first:last], tile)
     return total
-
-
-def linear(x: torch.Tensor, matrix: PackedMatrix, buffer: TileBuffer) -> torch.Tensor:
-    """x W^T, differentiable in x [tokens, columns]."""
-    result: torch.Tensor = _PackedProduct.apply(x, matrix, buffer)
-    return result
 
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor], None]

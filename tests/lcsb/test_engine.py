@@ -93,6 +93,8 @@ RESIDENCIES = {
     "head given back": {"head": False},
     "states in a file": {"states": False},
     "inputs in a file": {"inputs": "file"},
+    "products of two layers kept": {"products": 2},
+    "products of all layers kept": {"products": 99},
     "all on disk": {"weights": False, "head": False, "states": False, "inputs": "file"},
 }
 

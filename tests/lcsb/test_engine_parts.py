@@ -13,10 +13,16 @@ from lcsb.engine.architecture import Architecture, window_mask
 from lcsb.engine.head import chunked_cross_entropy, words_per_chunk
 from lcsb.engine.inputs import LayerInputs
 from lcsb.engine.mapped import MappedFolder
-from lcsb.engine.packed import PackedMatrix, TileBuffer, linear, pack
+from lcsb.engine.packed import PackedMatrix, TileBuffer, pack
+from lcsb.engine.projections import Adapters, Projection, project
 from lcsb.engine.states import AdamWSettings, LayerStates
 
 SHAPES = [(96, 64), (64, 96), (1536, 576), (2304, 64)]
+
+
+def linear(x, matrix, buffer):
+    (y,) = project(x, [Projection("q_proj", matrix)], Adapters({}, 1.0), buffer)
+    return y
 
 
 def draw(*shape, seed=0):
