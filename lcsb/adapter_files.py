@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,51 @@ def save_adapter(model: Any, folder: Path) -> None:
         model.save_pretrained(temporary, save_embedding_layers=False)
 
 
+def write_adapter(
+    folder: Path,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    r: int,
+    alpha: float,
+    targets: Sequence[str],
+    base: str,
+) -> None:
+    """Write LoRA matrices that belong to no PEFT model in PEFT's format, beside what else is in `folder`.
+
+    Each of the two files appears whole or not at all, the settings last.
+
+    Args:
+        tensors: by the names that PEFT saves.
+        r, alpha, targets: rank, alpha and names of the adapted projections.
+        base: name of the model that it belongs to.
+
+    Raises:
+        OSError: the place cannot be written to.
+    """
+    from peft import LoraConfig
+    from safetensors.torch import save_file
+
+    settings = LoraConfig(
+        r=r,
+        lora_alpha=alpha,  # type: ignore[arg-type]
+        target_modules=list(targets),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+        inference_mode=True,
+    )
+    written = folder / ".adapter"
+    with whole_folder(written, replace=True) as temporary:
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            temporary / WEIGHTS,
+            {"format": "pt"},
+        )
+        settings.save_pretrained(temporary)
+    for name in (WEIGHTS, SETTINGS):
+        (written / name).replace(folder / name)
+    written.rmdir()
+
+
 def load_adapter(model: Any, folder: str | Path, *, trainable: bool = True) -> Any:
     """Put the adapter of `folder` on `model`, or in the place of the equal one that `model` has.
 
@@ -53,7 +98,7 @@ def load_adapter(model: Any, folder: str | Path, *, trainable: bool = True) -> A
             adapters, a PEFT model as it was.
     """
     folder = Path(folder)
-    weights = _read_weights(folder)
+    weights = read_weights(folder)
     if getattr(model, "peft_config", None):
         wrapped, added = model, False
     else:
@@ -80,13 +125,18 @@ def base_of(folder: str | Path) -> str:
     Raises:
         ValueError: no adapter there, or it names none.
     """
-    name = _read_settings(Path(folder)).get("base_model_name_or_path")
+    name = read_settings(Path(folder)).get("base_model_name_or_path")
     if not name:
         raise ValueError(f"{Path(folder) / SETTINGS} names no base model; give --model")
     return str(name)
 
 
-def _read_settings(folder: Path) -> dict[str, Any]:
+def read_settings(folder: Path) -> dict[str, Any]:
+    """The settings of the adapter in `folder`.
+
+    Raises:
+        ValueError: they cannot be read, or are of another PEFT type than LORA.
+    """
     path = folder / SETTINGS
     try:
         held: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -98,7 +148,12 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     return held
 
 
-def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of the adapter in `folder`, by PEFT's names.
+
+    Raises:
+        ValueError: no adapter there, a damaged file, or a number that is not finite.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -121,7 +176,7 @@ def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
 def _wrap(model: Any, folder: Path) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    held = _read_settings(folder)
+    held = read_settings(folder)
     config = LoraConfig.from_pretrained(str(folder))
     config.inference_mode = False
     trained_on, here = held.get("base_model_name_or_path"), getattr(model, "name_or_path", "")

@@ -14,6 +14,7 @@ from transformers.trainer_callback import ExportableState
 
 from lcsb.config import LCSBConfig
 from lcsb.distributed import Replicas
+from lcsb.engine.module import EngineModel, refuse_engine_options
 from lcsb.optim import check_optimizer, keeps_state
 from lcsb.selective import SelectiveBackward, selective_backward
 
@@ -107,6 +108,8 @@ class LCSBCallback(TrainerCallback, ExportableState):
         self.close()
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         refuse_options(args)
+        if isinstance(model, EngineModel):
+            refuse_engine_options(args)
         if args.world_size != self.replicas.size:
             raise ValueError(
                 f"{type(self).__name__} in {args.world_size} processes, expected 1: a plain Trainer wraps the model in "

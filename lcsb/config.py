@@ -58,10 +58,13 @@ class LCSBConfig:
             advances).
         layers: dotted path of the layer list, or the modules themselves; wins over discovery.
         outer: whether trainable parameters outside the decoder layers are trained at every step or frozen.
+        ram_budget: memory of the whole process, as text ("1GB" = 10^9 bytes, "1GiB" = 2^30) or in bytes: the memory
+            engine trains (`LCSBTrainer`, `EngineModel`). None: the model is in memory, as transformers loads it.
 
     Raises:
         ValueError: a value that is not among those allowed, with the nearest allowed one; options that do not
-            belong together (a plan a block with a schedule that has none, a fidelity of modes that are exact).
+            belong together (a plan a block with a schedule that has none, a fidelity of modes that are exact); with
+            `ram_budget`, what the memory engine does not compute.
     """
 
     backward: BackwardMode = "exact"
@@ -78,6 +81,7 @@ class LCSBConfig:
     on_nonfinite: OnNonFinite = "stop"
     layers: str | Sequence[Any] | None = None
     outer: Outer = "train"
+    ram_budget: str | int | None = None
 
     def __post_init__(self) -> None:
         _one_of("backward", self.backward, BACKWARD_MODES)
@@ -117,6 +121,31 @@ class LCSBConfig:
                 f"schedule: 'adaptive' goes by the measured fidelity of identity or mlp, found backward "
                 f"{self.backward!r}; give seconds_per_step to adapt to a time budget"
             )
+        if self.ram_budget is not None:
+            self._check_budget(self.ram_budget)
+
+    def _check_budget(self, budget: str | int) -> None:
+        from lcsb.engine.ram import parse_ram
+
+        try:
+            parse_ram(budget)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"ram_budget: {error}") from None
+        refused = {
+            "backward": self.backward == "certified",
+            "schedule": self.schedule in ("importance", "adaptive"),
+            "layers": self.layers is not None,
+            "outer": self.outer != "train",
+        }
+        for field, is_refused in refused.items():
+            if is_refused:
+                value = getattr(self, field)
+                found = repr(value) if isinstance(value, str) else f"{len(value)} modules"
+                raise ValueError(
+                    f"{field}: found {found} with ram_budget {budget!r}: the memory engine measures nothing while it "
+                    "trains (certified, importance, adaptive), finds the layers by itself and has no trained "
+                    f"parameters outside them; leave {field} or ram_budget out"
+                )
 
     def make_schedule(
         self, n_layers: int, run_seed: int = 0, trainable_layers: Sequence[int] | None = None

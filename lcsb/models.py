@@ -215,6 +215,11 @@ def _converted_builtin(name: str, quantization: str | None, settings: dict[str, 
     return cached_folder(f"{name}-{quantization or 'float32'}", key, build)
 
 
+def packed_builtin(name: str) -> Path:
+    """The cache's folder with the NF4 weights of a built-in model, converted if it is not there."""
+    return _converted_builtin(name, "nf4", {"quantization": "nf4", "double_quant": "False"})
+
+
 def _converted_gguf(path: Path, quantization: str | None, settings: dict[str, str]) -> Path:
     if not path.is_file():
         raise ValueError(f"no file {path}")

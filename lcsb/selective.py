@@ -54,7 +54,7 @@ from lcsb.refresh import Refresh
 from lcsb.roles import Role, plan_roles
 from lcsb.switches import cache_settings, switch_off_recompute
 
-_MAY_CHANGE = ("layers", "on_nonfinite")
+_MAY_CHANGE = ("layers", "on_nonfinite", "ram_budget")
 """Settings that a resumed run may change; `layers` is compared by what it found."""
 
 
@@ -472,7 +472,7 @@ def selective_backward(
     """A context in which `loss.backward()` follows `config`; the model is left as it was found.
 
     Args:
-        model: a causal language model with adapters (PEFT LoRA, rsLoRA or DoRA).
+        model: a causal language model with adapters (PEFT LoRA, rsLoRA or DoRA), or an `EngineModel`.
         config: defaults to `LCSBConfig()`.
         seed: the run's seed, used by schedules that draw if the config has none of its own.
         t: steps already taken (resume).
@@ -484,6 +484,17 @@ def selective_backward(
         ...     record = lcsb.step(optimizer)
 
     Raises:
-        ValueError: no decoder layers or no adapters were found, or k does not fit the number of layers.
+        ValueError: no decoder layers or no adapters were found, or k does not fit the number of layers; a memory
+            budget for a model that is in memory already.
     """
-    return SelectiveBackward(model, config or LCSBConfig(), seed=seed, t=t)
+    config = config or LCSBConfig()
+    open_selection = getattr(model, "selective_backward", None)  # EngineModel brings its own
+    if open_selection is not None:
+        return open_selection(config, seed=seed, t=t)  # type: ignore[no-any-return]
+    if config.ram_budget is not None:
+        raise ValueError(
+            f"ram_budget: found {config.ram_budget!r} for a {type(model).__name__} that is in memory already; a budget "
+            "is kept by the memory engine: LCSBTrainer(model='folder of packed weights', lcsb=config), or "
+            "lcsb.engine.module.EngineModel('folder', config) in place of this model"
+        )
+    return SelectiveBackward(model, config, seed=seed, t=t)

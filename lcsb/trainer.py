@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import shutil
 import warnings
@@ -13,14 +14,16 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import rotate_checkpoints, sort_checkpoints
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from lcsb.callback import LCSBCallback as LCSBCallback
 from lcsb.callback import NothingTrainedError as NothingTrainedError
 from lcsb.callback import refuse_options
 from lcsb.config import LCSBConfig
 from lcsb.distributed import Replicas
+from lcsb.engine.module import EngineModel, refuse_engine_options
 from lcsb.launch import refuse_unsupported_launch
 
 STATE_FILE = "trainer_state.json"
@@ -36,15 +39,20 @@ class LCSBTrainer(Trainer):
     - a checkpoint is written to a temporary folder and renamed, so a folder `checkpoint-N` is complete;
       `train(resume_from_checkpoint=True)` takes the newest one;
     - under several processes (torchrun, accelerate launch) the adapters start as rank 0's, and only the selected
-      layers' gradients are communicated, once a step, before clipping; the model is not wrapped.
+      layers' gradients are communicated, once a step, before clipping; the model is not wrapped;
+    - with `ram_budget` the memory engine trains: `model` is the name of a folder of packed weights, a built-in name or
+      an `EngineModel`. Losses only: no logits, so no metrics of them. The budget is for the longest row of the training
+      set, `per_device_train_batch_size` times; adapters are saved in PEFT's format.
 
     Args:
-        lcsb: how layers are selected; defaults to `LCSBConfig()`.
+        lcsb: how layers are selected; defaults to `LCSBConfig()`, or to what an `EngineModel` was built with.
         **arguments: those of `transformers.Trainer`.
 
     Raises:
         ValueError: an `LCSBCallback` among the callbacks (this class brings its own); options that would have no
-            effect (reentrant recompute, recompute of every n-th layer, offload).
+            effect (reentrant recompute, recompute of every n-th layer, offload), or that the memory engine does not
+            compute; a budget for a model that is in memory already.
+        BudgetError: a budget that cannot be met; says the least that could.
 
     Example:
         >>> LCSBTrainer(model=model, args=TrainingArguments("out"), train_dataset=data,
@@ -67,7 +75,12 @@ class LCSBTrainer(Trainer):
         refuse_unsupported_launch()
         self._partial: Path | None = None
         self._to_push: Path | None = None
-        super().__init__(*positional, callbacks=[LCSBCallback(lcsb), *(callbacks or [])], **arguments)
+        model = positional[0] if positional else arguments.get("model")
+        config = _resolved(lcsb, model)
+        if config.ram_budget is not None or isinstance(model, EngineModel):
+            arguments = inspect.signature(Trainer).bind_partial(*positional, **arguments).arguments
+            positional, arguments["model"] = (), _engine_model(config, arguments)
+        super().__init__(*positional, callbacks=[LCSBCallback(config), *(callbacks or [])], **arguments)
         refuse_options(self.args)
 
     @property
@@ -158,6 +171,27 @@ class LCSBTrainer(Trainer):
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        if isinstance(self.model, EngineModel) and self.args.should_save:
+            folder = Path(output_dir or self.args.output_dir)
+            self.model.save_pretrained(
+                folder
+            )  # PEFT's format, in place of Trainer's for models it does not know
+            (folder / SAFE_WEIGHTS_NAME).unlink()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if isinstance(self.model, EngineModel):
+            self.model.load_adapter(resume_from_checkpoint)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if isinstance(self.model, EngineModel):
+            self.model.load_adapter(self.state.best_model_checkpoint)
+        else:
+            super()._load_best_model()
+
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._partial or super()._get_output_dir(trial))
 
@@ -210,6 +244,46 @@ class LCSBTrainer(Trainer):
             ) from error
         finally:
             self._partial = None
+
+
+def _resolved(lcsb: LCSBConfig | Mapping[str, Any] | None, model: Any) -> LCSBConfig:
+    if lcsb is None and isinstance(model, EngineModel):
+        return model.lcsb_config
+    return lcsb if isinstance(lcsb, LCSBConfig) else LCSBConfig.from_dict(dict(lcsb or {}))
+
+
+def _engine_model(config: LCSBConfig, given: Mapping[str, Any]) -> EngineModel:
+    """The model of a Trainer whose steps the memory engine computes, planned for the training set's longest row.
+
+    Raises:
+        ValueError: a model in memory, or what the engine does not compute.
+        BudgetError: the budget cannot be met.
+    """
+    model, args = given.get("model"), given.get("args") or TrainingArguments("tmp_trainer")
+    for name in ("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func", "model_init"):
+        if given.get(name) is not None:
+            raise ValueError(
+                f"{name}: not with the memory engine, which computes the loss and never all logits; leave it out"
+            )
+    refuse_engine_options(args)
+    rows, tokens = args.per_device_train_batch_size, _longest_row(given.get("train_dataset"))
+    if isinstance(model, EngineModel):
+        model.fit(rows, tokens)
+        return model
+    if not isinstance(model, str | Path):
+        raise ValueError(
+            f"ram_budget: found {config.ram_budget!r} for a {type(model).__name__} that is in memory already; give "
+            "model='folder of packed weights' (`lcsb convert` writes one), a built-in name, or an EngineModel"
+        )
+    scratch = Path(args.output_dir)
+    return EngineModel(model, config, seed=args.seed, rows=rows, tokens=tokens, scratch=scratch)
+
+
+def _longest_row(dataset: Any) -> int:
+    """Tokens of the longest row; 1 if that cannot be told (a stream), so that each batch is planned when it comes."""
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        return 1
+    return max((len(dataset[index].get("input_ids", ())) for index in range(len(dataset))), default=1)
 
 
 def _first_line(error: BaseException) -> str:
