@@ -1,0 +1,1 @@
+"""Memory and speed of the engine beside its peers: `lcsb bench memory`, `lcsb bench speed`."""

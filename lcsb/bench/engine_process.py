@@ -1,0 +1,174 @@
+"""The process that runs the engine for a benchmark: torch and the engine's own modules are all it imports."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lcsb.bench.channel import Channel, Stopwatch, disk_bytes_read
+from lcsb.measure.memory import AnonymousPeak, read_status
+
+
+def serve(spec: Mapping[str, Any], channel: Channel) -> None:
+    """Answer requests until the benchmark goes.
+
+    Spec: folder, mode, layers_per_step, rank, ram (bytes; None: everything resident), scratch, windows (token ids of
+    successive steps), threads, cold (drop the model's pages before each step), sample (follow RssAnon).
+    """
+    with AnonymousPeak() if spec["sample"] else contextlib.nullcontext() as anonymous:
+        session = EngineSession(spec)
+        channel.send({"ready": session.described})
+        for request in channel.requests():
+            channel.send(session.answer(request, anonymous))
+
+
+class EngineSession:
+    """One engine and the steps that it takes."""
+
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        import torch
+
+        torch.set_num_threads(int(spec["threads"]))
+        from lcsb.config import LCSBConfig
+        from lcsb.engine.engine import Engine, LoRASettings
+
+        self.floor = read_status("VmHWM")
+        self.spec = spec
+        config = LCSBConfig(spec["mode"], layers_per_step=spec["layers_per_step"])
+        lora = LoRASettings(r=spec["rank"])
+        residency, self.planned = plan_residency(spec, config, lora)
+        self.engine = Engine(Path(spec["folder"]), config, lora=lora, residency=residency)
+        self.windows = [torch.tensor([ids]) for ids in spec["windows"]]
+        self.at = 0
+        self.described = {
+            "floor_bytes": self.floor,
+            "cycle_length": self.engine.schedule.cycle_length,
+            "planned": self.planned,
+        }
+
+    def _next(self) -> Any:
+        ids = self.windows[self.at % len(self.windows)]
+        self.at += 1
+        return ids
+
+    def answer(self, request: Mapping[str, Any], anonymous: AnonymousPeak | None) -> dict[str, Any]:
+        """step, forward, profile or memory."""
+        kind = request["do"]
+        if kind == "step":
+            return self.step()
+        if kind == "forward":
+            from lcsb.bench.ledger import no_gradient_seconds
+
+            return no_gradient_seconds(self.engine, self.windows[0], Stopwatch)
+        if kind == "profile":
+            return self.profile()
+        if kind == "memory":
+            return {
+                "peak_bytes": read_status("VmHWM"),
+                "anonymous_bytes": anonymous.bytes if anonymous is not None else None,
+            }
+        raise ValueError(f"request: found {kind!r}, expected step, forward, profile or memory")
+
+    def step(self) -> dict[str, Any]:
+        """One training step: seconds of the whole and of the layers alone, and bytes read from the disk."""
+        if self.spec["cold"]:
+            drop_pages(Path(self.spec["folder"]))
+        outside: list[dict[str, Any]] = []
+        ids = self._next()
+        before = disk_bytes_read()
+        with _timed_outside(self.engine, outside):
+            watch = Stopwatch()
+            record = self.engine.step(ids)
+            whole = watch.read()
+        after = disk_bytes_read()
+        layers = {key: whole[key] - sum(part[key] for part in outside) for key in ("cpu", "wall")}
+        return {
+            "step": whole,
+            "layers": layers,
+            "loss": self.engine.loss,
+            "block": record.block,
+            "disk_bytes": None if before is None or after is None else after - before,
+        }
+
+    def profile(self) -> dict[str, Any]:
+        """A cycle of steps with the ledger, each after one without: seconds a step of both, and the ledger's table."""
+        from lcsb.bench.ledger import PHASES, PRODUCTS, ROWS, profiled
+
+        plain: list[float] = []
+        tables: list[dict[str, dict[str, float]]] = []
+        operations: dict[str, int] = dict.fromkeys(PHASES, 0)
+        cycle = self.engine.schedule.cycle_length
+        for _ in range(cycle):
+            plain.append(self.step()["step"]["cpu"])
+        # The first one pays for what torch imports at the first use of a dispatch mode.
+        for taken in range(-1, cycle):
+            with profiled(self.engine) as ledger:
+                self.engine.step(self._next())
+            if taken < 0:
+                continue
+            tables.append(ledger.table())
+            for phase in PHASES:
+                operations[phase] += ledger.operations.get((phase, PRODUCTS), 0)
+        return {
+            "plain": statistics.fmean(plain),
+            "table": {
+                row: {phase: statistics.fmean(t[row][phase] for t in tables) for phase in PHASES}
+                for row in ROWS
+            },
+            "product_operations": {phase: count / cycle for phase, count in operations.items()},
+        }
+
+
+@contextlib.contextmanager
+def _timed_outside(engine: Any, found: list[dict[str, Any]]) -> Iterator[None]:
+    """Inside, what is not the layers' (embedding, head and loss, optimiser) is timed."""
+    places = [(engine, "_embed"), (engine, "_loss"), (engine.states, "step"), (engine.states, "idle_steps")]
+
+    def timed(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            watch = Stopwatch()
+            result = function(*args, **kwargs)
+            found.append(watch.read())
+            return result
+
+        return call
+
+    for owner, name in places:
+        setattr(owner, name, timed(getattr(owner, name)))
+    try:
+        yield
+    finally:
+        for owner, name in places:
+            delattr(owner, name)
+
+
+def plan_residency(spec: Mapping[str, Any], config: Any, lora: Any) -> tuple[Any, dict[str, Any]]:
+    """What stays in memory under the budget, and what the planner predicted (bytes and seconds by part)."""
+    from lcsb.engine.engine import Residency
+
+    if spec["ram"] is None:
+        return Residency(), {"by": "everything resident"}
+    scratch = Path(spec["scratch"])
+    residency = Residency(weights=False, head=False, states=False, inputs="file", folder=scratch)
+    return residency, {"by": "least residency"}
+
+
+def drop_pages(folder: Path) -> None:
+    """Ask the system to forget what it holds of the folder's files (pages that are mapped stay).
+
+    Raises:
+        OSError: the system has no posix_fadvise.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        raise OSError("cold page cache: this system has no posix_fadvise")
+    for path in sorted(folder.glob("*.safetensors")):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)  # pages that wait to be written are not dropped
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
