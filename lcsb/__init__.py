@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lcsb.callback import LCSBCallback as LCSBCallback
     from lcsb.config import LCSBConfig as LCSBConfig
+    from lcsb.engine.module import EngineModel as EngineModel
     from lcsb.models import attach_lora as attach_lora
     from lcsb.models import load_quantized as load_quantized
     from lcsb.selective import SelectiveBackward as SelectiveBackward
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from lcsb.trainer import LCSBTrainer as LCSBTrainer
 
 _HOME = {
+    "EngineModel": "lcsb.engine.module",
     "LCSBConfig": "lcsb.config",
     "LCSBCallback": "lcsb.callback",
     "LCSBTrainer": "lcsb.trainer",

@@ -495,6 +495,6 @@ def selective_backward(
         raise ValueError(
             f"ram_budget: found {config.ram_budget!r} for a {type(model).__name__} that is in memory already; a budget "
             "is kept by the memory engine: LCSBTrainer(model='folder of packed weights', lcsb=config), or "
-            "lcsb.engine.module.EngineModel('folder', config) in place of this model"
+            "lcsb.EngineModel('folder', config) in place of this model"
         )
     return SelectiveBackward(model, config, seed=seed, t=t)

@@ -180,6 +180,12 @@ class LCSBTrainer(Trainer):
             )  # PEFT's format, in place of Trainer's for models it does not know
             (folder / SAFE_WEIGHTS_NAME).unlink()
 
+    def create_model_card(self, *positional: Any, **arguments: Any) -> None:
+        """As `Trainer.create_model_card`; for an `EngineModel` it names the folder as what was fine-tuned."""
+        if isinstance(self.model, EngineModel):
+            arguments.setdefault("finetuned_from", self.model.name_or_path)
+        super().create_model_card(*positional, **arguments)
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if isinstance(self.model, EngineModel):
             self.model.load_adapter(resume_from_checkpoint)

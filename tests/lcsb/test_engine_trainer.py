@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 
 import pytest
 import tiny
 import tiny_packed
 import torch
 from trainers import adapters_of, arguments, assert_equal
-from transformers import DataCollatorForSeq2Seq, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+)
 
 from lcsb import LCSBCallback, LCSBConfig, LCSBTrainer, selective_backward
 from lcsb.engine.module import EngineModel
@@ -215,6 +225,38 @@ def test_evaluation_and_the_best_model(folders, tmp_path):
     assert run.evaluate()["eval_loss"] == losses[best]
 
 
+def test_the_usual_collators_and_datasets(folders, tmp_path):
+    """U35: the same loss as transformers', whatever pads and whatever holds the rows."""
+    datasets = pytest.importorskip("datasets")
+    engine, model = both(folders["llama"], LCSBConfig())
+    tokenizer = tiny.tokenizer()
+    plain = [{"input_ids": row["input_ids"]} for row in uneven()[:5]]
+    for collator, rows in (
+        (DataCollatorForLanguageModeling(tokenizer, mlm=False), plain),
+        (DataCollatorForLanguageModeling(tokenizer, mlm=False, pad_to_multiple_of=8), plain),
+        (DataCollatorForSeq2Seq(tokenizer), datasets.Dataset.from_list(uneven()[:5])),
+        (default_data_collator, [{k: v[:5] for k, v in row.items()} for row in uneven()[:5]]),
+    ):
+        losses = []
+        for net in (engine, model):
+            args = TrainingArguments(**arguments(tmp_path, per_device_eval_batch_size=2))
+            run = LCSBTrainer(
+                model=net, args=args, data_collator=collator, eval_dataset=rows, lcsb=LCSBConfig()
+            )
+            losses.append(run.evaluate()["eval_loss"])
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_what_trainer_does_beside_training(folders, tmp_path):
+    """Predictions are the loss alone; the model card names the folder."""
+    engine = EngineModel(folders["llama"], LCSBConfig(), r=4)
+    run = trainer(engine, tmp_path)
+    found = run.predict(uneven()[:4])
+    assert found.predictions == () and found.metrics["test_loss"] > 0
+    run.create_model_card()
+    assert f"base_model: {folders['llama']}" in (tmp_path / "README.md").read_text()
+
+
 def test_plain_trainer_with_the_callback(folders, tmp_path):
     config = LCSBConfig("identity", layers_per_step=2)
     ours = trainer(both(folders["llama"], config)[0], tmp_path / "ours")
@@ -404,3 +446,84 @@ def test_configurations_must_be_the_models(folders, tmp_path):
         pytest.raises(RuntimeError, match=r"call begin\(\) first"),
     ):
         engine(input_ids=IDS, labels=IDS)
+
+
+PROBE = """
+import json, sys
+import torch
+torch.set_num_threads(1)
+from transformers import TrainingArguments
+from lcsb import LCSBConfig, LCSBTrainer
+from lcsb.engine.ram import peak_bytes
+
+settings, folder = json.loads(sys.argv[1]), sys.argv[2]
+generator = torch.Generator().manual_seed(0)
+rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(3, 49000, (12, 128), generator=generator)]
+args = TrainingArguments(
+    folder, max_steps=10, per_device_train_batch_size=1, report_to=[], use_cpu=True, save_strategy="steps",
+    save_steps=5, logging_steps=1, disable_tqdm=True, learning_rate=1e-3,
+)
+trainer = LCSBTrainer(model="smollm2-135m", args=args, train_dataset=rows, lcsb=LCSBConfig(**settings))
+trainer.model.save_pretrained(f"{folder}/start")
+trainer.train()
+losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+json.dump({"losses": losses, "peak": peak_bytes()}, open(f"{folder}/result.json", "w"))
+"""
+
+
+def in_budget(folder, **settings):
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, json.dumps(settings), str(folder)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads((folder / "result.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("demo_cache")
+@pytest.mark.parametrize(
+    ("backward", "idle"),
+    [("exact", "momentum"), ("identity", "momentum"), ("mlp", "momentum"), ("exact", "frozen")],
+)
+def test_smollm2_in_a_budget(tmp_path, backward, idle):
+    """The whole process, Trainer and all, stays below its budget; the curve is the ordinary trainer's."""
+    from lcsb.adapter_files import load_adapter
+    from lcsb.models import load_quantized
+
+    settings = {"backward": backward, "idle": idle, "layers_per_step": 8}
+    found = in_budget(tmp_path, ram_budget="800MB", **settings)
+    assert found["peak"] < 800e6
+    model = load_adapter(load_quantized("smollm2-135m")[0], tmp_path / "start").train()
+    generator = torch.Generator().manual_seed(0)
+    rows = [
+        {"input_ids": ids, "labels": ids} for ids in torch.randint(3, 49000, (12, 128), generator=generator)
+    ]
+    run = LCSBTrainer(
+        model=model,
+        args=TrainingArguments(
+            str(tmp_path / "ordinary"),
+            max_steps=10,
+            per_device_train_batch_size=1,
+            report_to=[],
+            use_cpu=True,
+            save_strategy="no",
+            logging_steps=1,
+            learning_rate=1e-3,
+            disable_tqdm=True,
+        ),
+        train_dataset=rows,
+        lcsb=LCSBConfig(**settings),
+    )
+    run.train()
+    assert len(found["losses"]) == 10
+    assert found["losses"] == pytest.approx([loss for (loss,) in logged(run, "loss")], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("demo_cache")
+def test_a_budget_that_cannot_be_met(tmp_path):
+    """The least that could is named, and is enough."""
+    with pytest.raises(AssertionError, match="BudgetError") as caught:
+        in_budget(tmp_path, ram_budget="500MB", layers_per_step=8)
+    least = re.search(r"BudgetError: .*", str(caught.value))
+    assert least is not None
