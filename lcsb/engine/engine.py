@@ -20,6 +20,7 @@ from torch import Tensor
 from bcd_theory.geometry import PROJECTIONS
 from lcsb.config import LCSBConfig
 from lcsb.engine.architecture import Architecture
+from lcsb.engine.compute import compute_dtype as choose_dtype
 from lcsb.engine.head import chunked_cross_entropy, words_per_chunk
 from lcsb.engine.inputs import LayerInputs, Placement
 from lcsb.engine.layer import AdapterLayout, Layer, Positions, module_of
@@ -96,6 +97,12 @@ class Engine:
         optimizer: AdamW's settings.
         residency: what stays in memory.
         seed: of the adapters' start and of schedules that draw.
+        compute_dtype: of the large products: auto (the faster one, measured), float32 or bfloat16.
+        device: `cpu` or a CUDA device. Weights, adapters and moments stay in main memory in either case.
+
+    Attributes:
+        loss: mean loss of the newest step's batch.
+        t: steps taken.
 
     Raises:
         ValueError: a folder, architecture or mode that the engine does not compute.
@@ -110,6 +117,8 @@ class Engine:
         optimizer: AdamWSettings | None = None,
         residency: Residency | None = None,
         seed: int = 0,
+        compute_dtype: str = "auto",
+        device: str | torch.device = "cpu",
     ) -> None:
         self.config = config or LCSBConfig()
         self.lora, self.optimizer = lora or LoRASettings(), optimizer or AdamWSettings()
@@ -126,8 +135,9 @@ class Engine:
         self.folder = MappedFolder(folder)
         self.architecture = Architecture.from_config(self.folder.config, str(Path(folder) / "config.json"))
         self.prefix = "model." if "model.embed_tokens.weight" in self.folder else ""
-        self.buffer = TileBuffer()
-        arch = self.architecture
+        arch, self.device = self.architecture, torch.device(device)
+        dtype = choose_dtype(compute_dtype, self.device, arch.hidden, arch.intermediate)
+        self.buffer = TileBuffer(dtype, self.device)
         self.layers = [Layer(self.folder, arch, i, self.buffer, self.prefix) for i in range(arch.layers)]
         self.embedding_name = f"{self.prefix}embed_tokens.weight"
         self.head_name = self.embedding_name if arch.tied else "lm_head.weight"
@@ -137,6 +147,7 @@ class Engine:
                     f"{folder}: {name} has shape {self.folder.shape(name)}, expected {(arch.vocabulary, arch.hidden)}"
                 )
         self.final_norm = self.folder.tensor(f"{self.prefix}norm.weight").float() + arch.norm_offset
+        self.final_norm = self.final_norm.to(self.device)
         self.layout = AdapterLayout(arch, self.lora.r, self.lora.targets)
         states_file = None if self.residency.states else self._scratch("states.bin")
         self.states = LayerStates(arch.layers, self.layout.size, states_file)
@@ -145,7 +156,6 @@ class Engine:
         self._owed = [0] * arch.layers
         self._positions: Positions | None = None
         self._head_buffer = torch.empty(0)
-        #: mean loss of the newest step's batch
         self.loss = float("nan")
         self.draw_adapters(seed)
 
@@ -173,14 +183,15 @@ class Engine:
 
     def _embed(self, ids: Tensor) -> Tensor:
         weight = self.folder.tensor(self.embedding_name)
-        rows = torch.nn.functional.embedding(ids.reshape(-1), weight).float()
+        rows = torch.nn.functional.embedding(ids.reshape(-1).cpu(), weight).float().to(self.device)
         return rows * self.architecture.embedding_scale if self.architecture.embedding_scale != 1.0 else rows
 
     def _adapters(self, index: int, gradient: Tensor | None = None) -> Adapters:
         owed, self._owed[index] = self._owed[index], 0
         self.states.idle_steps(index, owed, self.optimizer)
         views = None if gradient is None else self.layout.views(gradient)
-        return Adapters(self.layout.views(self.states.x(index)), self.lora.scale, views)
+        x = self.states.x(index).to(self.device, non_blocking=True)
+        return Adapters(self.layout.views(x), self.lora.scale, views)
 
     def _let_go(self, index: int) -> None:
         if not self.residency.weights:
@@ -190,7 +201,7 @@ class Engine:
 
     def _forward(self, ids: Tensor, roles: Sequence[str] | None = None, kept: _Kept | None = None) -> Tensor:
         if self._positions is None or (self._positions.rows, self._positions.tokens) != tuple(ids.shape):
-            self._positions = Positions(ids.shape[0], ids.shape[1], self.architecture.head_dim)
+            self._positions = Positions(*ids.shape, self.architecture.head_dim, self.device)
         hidden = self._embed(ids)
         for index, layer in enumerate(self.layers):
             role = roles[index] if roles else "below"
@@ -210,14 +221,15 @@ class Engine:
 
     def _head_rows(self, first: int, last: int) -> Tensor:
         weight = self.folder.tensor(self.head_name)[first:last]
-        if weight.dtype == torch.float32:
+        if weight.dtype == torch.float32 and self.device.type == "cpu":
             return weight
         if self._head_buffer.numel() < weight.numel():
-            self._head_buffer = torch.empty(weight.numel())
+            self._head_buffer = torch.empty(weight.numel(), device=self.device)
         return self._head_buffer[: weight.numel()].view(weight.shape).copy_(weight)
 
     def _loss(self, hidden: Tensor, labels: Tensor, gradient: bool) -> tuple[float, int, Tensor | None]:
         """Sum of target losses, number of targets, and d mean / d hidden (zero where there is no target)."""
+        labels = labels.to(self.device)
         following = torch.full_like(labels, -100)
         following[:, :-1] = labels[:, 1:]
         following = following.reshape(-1)
@@ -294,9 +306,9 @@ class Engine:
         """The gradient below a layer, h' = h + attention(h), h'' = h' + mlp(h'), from that above it."""
         layer, products = self.layers[index], kept.products[index]
         if role == "selected":
-            result.by_layer[index] = torch.zeros(self.layout.size)
+            result.by_layer[index] = torch.zeros(self.layout.size, device=self.device)
         adapters = self._adapters(index, result.by_layer.get(index))
-        middle = start = kept.inputs.take(index).detach().requires_grad_()
+        middle = start = kept.inputs.take(index).to(self.device).detach().requires_grad_()
         with torch.enable_grad():
             if role != "mlp":
                 assert self._positions is not None
@@ -337,7 +349,7 @@ class Engine:
                 if max_norm is not None:
                     gradient.mul_(min(1.0, max_norm / (norm + 1e-6)))
                 self._adapters(index)
-                self.states.step(index, gradient, self.optimizer)
+                self.states.step(index, gradient.to("cpu"), self.optimizer)
                 self._let_go(index)
             elif self.config.idle == "momentum":
                 self._owed[index] += 1

@@ -43,9 +43,9 @@ def chunked_cross_entropy(
         The sum (a scalar), and d sum / dx [tokens, hidden] or None.
     """
     tokens = x.shape[0]
-    highest = torch.full((tokens,), -torch.inf)
-    total = torch.zeros(tokens)
-    score = torch.zeros(tokens)  # x . w_target
+    highest = x.new_full((tokens,), -torch.inf)
+    total = x.new_zeros(tokens)
+    score = x.new_zeros(tokens)  # x . w_target
     pull = torch.zeros_like(x) if gradient else None  # sum of exp(x . w_v - highest) w_v
     target_rows = torch.empty_like(x) if gradient else None
     for first, last in chunks(vocabulary, words):

@@ -65,7 +65,7 @@ class Layer:
         for name, (rows, columns) in architecture.shapes.items():
             key = f"{self.prefix}{module_of(name)}.{name}"
             matrix = packed_matrix(folder, f"{key}.weight", rows, columns)
-            bias = folder.tensor(f"{key}.bias").float() if f"{key}.bias" in folder else None
+            bias = folder.tensor(f"{key}.bias").float().to(buffer.device) if f"{key}.bias" in folder else None
             self.projections[name] = Projection(name, matrix, bias)
         norms = ["input_layernorm", "post_attention_layernorm"]
         norms += list(_SANDWICH) if architecture.sandwich else []
@@ -88,7 +88,7 @@ class Layer:
             raise ValueError(
                 f"{self.folder.folder}: {key} has shape {tuple(weight.shape)}, expected ({width},)"
             )
-        return weight.float() + self.architecture.norm_offset
+        return weight.float().to(self.buffer.device) + self.architecture.norm_offset
 
     def release(self) -> None:
         """Give the pages of this layer's packed weights back."""
@@ -149,21 +149,23 @@ class Layer:
 class Positions:
     """Rotary tables and masks of one batch shape, made once."""
 
-    def __init__(self, rows: int, tokens: int, head_dim: int) -> None:
-        self.rows, self.tokens, self._head_dim = rows, tokens, head_dim
+    def __init__(self, rows: int, tokens: int, head_dim: int, device: torch.device | None = None) -> None:
+        self.rows, self.tokens, self._head_dim, self._device = rows, tokens, head_dim, device
         self._rotary: dict[float, tuple[Tensor, Tensor]] = {}
         self._masks: dict[int | None, Tensor | None] = {}
 
     def rotary(self, base: float) -> tuple[Tensor, Tensor]:
         """Cosines and sines [tokens, 1, head_dim / 2]."""
         if base not in self._rotary:
-            self._rotary[base] = rotary(self.tokens, self._head_dim, base)
+            cosine, sine = rotary(self.tokens, self._head_dim, base)
+            self._rotary[base] = cosine.to(self._device), sine.to(self._device)
         return self._rotary[base]
 
     def mask(self, window: int | None) -> Tensor | None:
         """Which keys each query sees; None for all before it."""
         if window not in self._masks:
-            self._masks[window] = window_mask(self.tokens, window)
+            mask = window_mask(self.tokens, window)
+            self._masks[window] = None if mask is None else mask.to(self._device)
         return self._masks[window]
 
 

@@ -4,29 +4,21 @@
 
 The tile lies in a buffer that every product of the process uses again: a fresh output for each matrix would cost four
 times the dequantisation itself in page faults. Nothing keeps the buffer beyond the product it was filled for (pitfall
-U10).
+U10). On a GPU the codes of the next tile are copied through pinned memory while this one's product runs.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import importlib.util
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
+from torch import Tensor
+
+from lcsb.engine.kernels import NF4_LEVELS, kernel
 
 TILE_ROWS = 1024
-
-# bitsandbytes' table of 4-bit NormalFloat levels (QLoRA, arXiv 2305.14314, appendix E).
-NF4_LEVELS = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -38,8 +30,8 @@ class PackedMatrix:
         scales: float32, the largest magnitude of each quantisation block of `block_size` successive weights.
     """
 
-    codes: torch.Tensor
-    scales: torch.Tensor
+    codes: Tensor
+    scales: Tensor
     rows: int
     columns: int
     block_size: int = 64
@@ -60,7 +52,7 @@ class PackedMatrix:
     @property
     def rows_per_tile(self) -> int:
         """Rows of a tile: about TILE_ROWS, so that a tile begins and ends with whole quantisation blocks."""
-        step = max(1, self.block_size // _common_divisor(self.columns, self.block_size))
+        step = max(1, self.block_size // math.gcd(self.columns, self.block_size))
         return min(self.rows, max(step, TILE_ROWS // step * step))
 
     def tiles(self) -> Iterator[tuple[int, int]]:
@@ -69,113 +61,135 @@ class PackedMatrix:
         for first in range(0, self.rows, step):
             yield first, min(first + step, self.rows)
 
-    def dequantize(self, first: int, last: int, out: torch.Tensor) -> torch.Tensor:
+    def part(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Codes and scales of rows [first, last)."""
+        begin, end = first * self.columns, last * self.columns
+        return self.codes[begin // 2 : end // 2], self.scales[
+            begin // self.block_size : end // self.block_size
+        ]
+
+    def dequantize(self, first: int, last: int, out: Tensor) -> Tensor:
         """Rows [first, last) into `out`'s memory; returns a view [last - first, columns] of it."""
-        count = (last - first) * self.columns
-        tile = out[:count].view(last - first, self.columns)
-        codes = self.codes[first * self.columns // 2 : last * self.columns // 2]
-        scales = self.scales[first * self.columns // self.block_size : last * self.columns // self.block_size]
-        _kernel()(codes, scales, self.block_size, tile)
+        tile = out[: (last - first) * self.columns].view(last - first, self.columns)
+        kernel(out.dtype, "cpu")(*self.part(first, last), self.block_size, tile)
         return tile
 
-    def dequantized(self) -> torch.Tensor:
+    def dequantized(self) -> Tensor:
         """The whole matrix, in float32 memory of its own."""
-        out = torch.empty(self.rows * self.columns)
-        return self.dequantize(0, self.rows, out)
-
-
-def _common_divisor(a: int, b: int) -> int:
-    while b:
-        a, b = b, a % b
-    return a
+        return self.dequantize(0, self.rows, torch.empty(self.rows * self.columns))
 
 
 class TileBuffer:
-    """The one float32 tile that all products share; grows to the largest tile asked for.
+    """The one tile that all products share; grows to the largest tile asked for.
+
+    Args:
+        dtype: of the tile, and so of the products: float32 or bfloat16 (sums of products are float32).
+        device: where products are computed.
 
     Attributes:
         poison: fill the tile with NaN after each use (tests: whoever kept it would show).
     """
 
-    def __init__(self) -> None:
-        self.memory = torch.empty(0)
+    def __init__(self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> None:
+        self.dtype, self.device = dtype, torch.device(device)
+        self.memory = torch.empty(0, dtype=dtype, device=self.device)
         self.poison = False
+        self._copies = _StagedCopies(self.device) if self.device.type == "cuda" else None
 
-    def reserve(self, matrix: PackedMatrix) -> None:
+    def each(self, matrix: PackedMatrix) -> Iterator[tuple[int, int, Tensor]]:
+        """(first, last, W[first:last]) for each tile; a tile is valid until the next one is asked for."""
         needed = matrix.rows_per_tile * matrix.columns
         if self.memory.numel() < needed:
-            self.memory = torch.empty(needed)
-
-    def each(self, matrix: PackedMatrix) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """(first, last, W[first:last]) for each tile; a tile is valid until the next one is asked for."""
-        self.reserve(matrix)
-        for first, last in matrix.tiles():
-            yield first, last, matrix.dequantize(first, last, self.memory)
+            self.memory = torch.empty(needed, dtype=self.dtype, device=self.device)
+        dequantise = kernel(self.dtype, self.device.type)
+        bounds = list(matrix.tiles())
+        parts = (matrix.part(*bound) for bound in bounds)
+        for (first, last), part in zip(
+            bounds, self._copies.each(parts) if self._copies else parts, strict=True
+        ):
+            tile = self.memory[: (last - first) * matrix.columns].view(last - first, matrix.columns)
+            dequantise(*part, matrix.block_size, tile)
+            yield first, last, tile
             if self.poison:
                 self.memory.fill_(float("nan"))
 
 
-def packed_product(x: torch.Tensor, matrix: PackedMatrix, buffer: TileBuffer) -> torch.Tensor:
-    """x W^T for x [tokens, columns]: [tokens, rows], without a graph."""
+class _StagedCopies:
+    """Codes and scales on their way to a GPU: two pinned slots, filled and sent by a stream of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self._pinned: list[tuple[Tensor, Tensor] | None] = [None, None]
+        self._sent: list[torch.cuda.Event | None] = [None, None]
+
+    def each(self, parts: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """The parts on the device, the next one's copy begun before this one is given."""
+        waiting: tuple[Tensor, Tensor] | None = None
+        ready: torch.cuda.Event | None = None
+        for index, part in enumerate(parts):
+            coming, event = self._send(index % 2, part)
+            if waiting is not None:
+                yield self._arrived(waiting, ready)
+            waiting, ready = coming, event
+        if waiting is not None:
+            yield self._arrived(waiting, ready)
+
+    def _send(self, slot: int, part: tuple[Tensor, Tensor]) -> tuple[tuple[Tensor, Tensor], torch.cuda.Event]:
+        sent = self._sent[slot]
+        if sent is not None:
+            sent.synchronize()  # the copy that read this pinned slot before
+        pinned = self._pinned[slot]
+        if pinned is None or any(p.numel() < t.numel() for p, t in zip(pinned, part, strict=True)):
+            pinned = (
+                part[0].new_empty(part[0].numel()).pin_memory(),
+                part[1].new_empty(part[1].numel()).pin_memory(),
+            )
+            self._pinned[slot] = pinned
+        slices = [p[: t.numel()].copy_(t) for p, t in zip(pinned, part, strict=True)]
+        with torch.cuda.stream(self.stream):
+            codes, scales = (s.to(self.device, non_blocking=True) for s in slices)
+            event = self._sent[slot] = torch.cuda.Event()
+            event.record(self.stream)
+        return (codes, scales), event
+
+    def _arrived(self, part: tuple[Tensor, Tensor], ready: torch.cuda.Event | None) -> tuple[Tensor, Tensor]:
+        current = torch.cuda.current_stream(self.device)
+        if ready is not None:
+            current.wait_event(ready)
+        for tensor in part:
+            tensor.record_stream(current)  # made by the copying stream, used by this one
+        return part
+
+
+def packed_product(x: Tensor, matrix: PackedMatrix, buffer: TileBuffer) -> Tensor:
+    """x W^T for x [tokens, columns]: [tokens, rows], float32, without a graph."""
     y = x.new_empty(x.shape[0], matrix.rows)
+    narrow = x.to(buffer.dtype)
     for first, last, tile in buffer.each(matrix):
-        torch.mm(x, tile.T, out=y[:, first:last])
+        if narrow is x:
+            torch.mm(x, tile.T, out=y[:, first:last])
+        else:
+            y[:, first:last] = narrow @ tile.T
     return y
 
 
 def packed_transposed_product(
-    grad: torch.Tensor, matrix: PackedMatrix, buffer: TileBuffer, onto: torch.Tensor | None = None
-) -> torch.Tensor:
+    grad: Tensor, matrix: PackedMatrix, buffer: TileBuffer, onto: Tensor | None = None
+) -> Tensor:
     """g W for g [tokens, rows]: [tokens, columns], without a graph; added to `onto` in place if that is given."""
     total = grad.new_empty(grad.shape[0], matrix.columns) if onto is None else onto
+    narrow = grad.to(buffer.dtype)
     for first, last, tile in buffer.each(matrix):
+        part = narrow[:, first:last]
         if first == 0 and onto is None:
-            torch.mm(grad[:, first:last], tile, out=total)
+            total.copy_(part @ tile) if narrow is not grad else torch.mm(part, tile, out=total)
         else:
-            total.addmm_(grad[:, first:last], tile)
+            total.add_(part @ tile) if narrow is not grad else total.addmm_(part, tile)
     return total
 
 
-Kernel = Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor], None]
-
-
-@functools.cache
-def _kernel() -> Kernel:
-    return _bitsandbytes_kernel() or _torch_kernel
-
-
-def _bitsandbytes_kernel() -> Kernel | None:
-    """bitsandbytes' own CPU kernel, called without importing the package (which holds 114 MiB); None if not there."""
-    spec = importlib.util.find_spec("bitsandbytes")
-    for place in (spec.submodule_search_locations or []) if spec else []:
-        for path in sorted(Path(place).glob("libbitsandbytes_cpu.*")):
-            try:
-                function = ctypes.CDLL(str(path)).cdequantize_blockwise_cpu_nf4_fp32
-            except (OSError, AttributeError):
-                continue
-            function.restype = None
-            function.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_longlong] * 3
-            return functools.partial(_call, function)
-    return None
-
-
-def _call(
-    function: Any, codes: torch.Tensor, scales: torch.Tensor, block_size: int, out: torch.Tensor
-) -> None:
-    # As one long row: given rows, the kernel takes wrong scales where a row is no multiple of the quantisation block.
-    function(codes.data_ptr(), scales.data_ptr(), out.data_ptr(), block_size, 1, out.numel())
-
-
-def _torch_kernel(codes: torch.Tensor, scales: torch.Tensor, block_size: int, out: torch.Tensor) -> None:
-    """The same matrix by table look-up, where bitsandbytes has no library for this system."""
-    levels = torch.tensor(NF4_LEVELS)
-    pairs = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], 1)
-    flat = out.view(-1)
-    flat.view(-1, 2).copy_(pairs[codes.int()])
-    flat.view(-1, block_size).mul_(scales[:, None])
-
-
-def pack(weight: torch.Tensor, block_size: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+def pack(weight: Tensor, block_size: int = 64) -> tuple[Tensor, Tensor]:
     """Codes and scales of a matrix, as bitsandbytes' quantize_4bit gives them (nf4, plain scales)."""
     levels = torch.tensor(NF4_LEVELS)
     blocks = weight.detach().float().reshape(-1, block_size)

@@ -12,6 +12,7 @@ from lcsb.engine import packed
 from lcsb.engine.architecture import Architecture, window_mask
 from lcsb.engine.head import chunked_cross_entropy, words_per_chunk
 from lcsb.engine.inputs import LayerInputs
+from lcsb.engine.kernels import look_up
 from lcsb.engine.mapped import MappedFolder
 from lcsb.engine.packed import PackedMatrix, TileBuffer, pack
 from lcsb.engine.projections import Adapters, Projection, project
@@ -41,7 +42,7 @@ def test_packing_is_that_of_bitsandbytes(shape):
     if shape[1] % 64 == 0:  # else bitsandbytes' CPU kernel takes wrong scales: see the next test
         assert torch.equal(matrix.dequantized(), dequantize_4bit(theirs, state))
     out = torch.empty(shape)
-    packed._torch_kernel(codes, scales, 64, out)  # what systems without bitsandbytes' library use
+    look_up(codes, scales, 64, out)  # what systems without bitsandbytes' library use
     assert torch.equal(out, matrix.dequantized())
 
 
