@@ -7,8 +7,10 @@ packs them. Nothing is converted and nothing is copied; a page is read when it i
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,7 @@ class MappedFolder:
 
     Args:
         folder: holds config.json and model.safetensors or its shards.
+        files: the safetensors files to read; default: all of the folder.
 
     Attributes:
         config: the parsed config.json.
@@ -51,13 +54,13 @@ class MappedFolder:
         ValueError: a file is missing, cut short or not safetensors; names the file and what was found.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, files: Sequence[Path] | None = None) -> None:
         self.folder = Path(folder)
         self.config: dict[str, Any] = _read_json(self.folder / "config.json")
         self._places: dict[str, _Place] = {}
         self._maps: list[mmap.mmap] = []
         self._bytes: list[torch.Tensor] = []
-        files = sorted(self.folder.glob("*.safetensors"))
+        files = sorted(self.folder.glob("*.safetensors")) if files is None else files
         if not files:
             raise ValueError(f"{self.folder}: no .safetensors file in it")
         for path in files:
@@ -93,6 +96,10 @@ class MappedFolder:
             place = _Place(
                 len(self._maps) - 1, start, end - start, _TYPES[entry["dtype"]], tuple(entry["shape"])
             )
+            if math.prod(place.shape) * place.dtype.itemsize != place.length:
+                raise ValueError(
+                    f"{path}: {name} has {place.length} bytes, expected {place.shape} of {entry['dtype']}"
+                )
             self._places[name] = place
 
     def __contains__(self, name: str) -> bool:
@@ -122,6 +129,17 @@ class MappedFolder:
         if place.start % place.dtype.itemsize:
             raw = raw.clone()  # safetensors of other writers need not be aligned
         return raw.view(place.dtype).view(place.shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Type as saved."""
+        return self._place(name).dtype
+
+    def rows(self, name: str, first: int, last: int) -> torch.Tensor:
+        """A copy of rows [first, last) (of a vector: its numbers)."""
+        place = self._place(name)
+        width = math.prod(place.shape[1:]) * place.dtype.itemsize
+        raw = self._bytes[place.file][place.start + first * width : place.start + last * width]
+        return raw.clone().view(place.dtype).view(last - first, *place.shape[1:])
 
     def release(self, name: str, first: float = 0.0, last: float = 1.0) -> None:
         """Give back the pages of a tensor (or of the share [first, last] of it): they leave this process's memory.
