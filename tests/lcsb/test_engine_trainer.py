@@ -51,13 +51,14 @@ def both(folder, config):
 
 
 def uneven(vocabulary=97, n=24):
-    """Rows of 5 to 20 tokens, the first third of each without labels."""
+    """Rows of 5 to 20 tokens, the first third of every other one without labels."""
     generator = torch.Generator().manual_seed(0)
     found = []
     for index in range(n):
         length = 5 + (7 * index) % 16
         ids = torch.randint(3, vocabulary, (length,), generator=generator).tolist()
-        labels = [-100] * (length // 3) + ids[length // 3 :]
+        masked = length // 3 * (index % 2)
+        labels = [-100] * masked + ids[masked:]
         found.append({"input_ids": ids, "attention_mask": [1] * length, "labels": labels})
     return found
 
@@ -304,6 +305,7 @@ def test_a_loop_by_hand(folders):
                 first, second = (tiny.batch(model, seed=seed) for seed in (2 * t, 2 * t + 1))
                 loss = 0.25 * net(**first).loss + 3 * net(**second).loss
                 loss.backward()
+                assert all(p.grad is None for p in lcsb.idle_parameters())
                 records.append((loss.item(), lcsb.step(optimizer, max_norm=1.0)))
     for (loss, record), (other, reference) in zip(records[:4], records[4:], strict=True):
         assert loss == pytest.approx(other, rel=1e-5)
