@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from bcd_theory.momentum import idle_step
-from bcd_theory.predict import LAW_ROUNDINGS, LAW_TOLERANCE
+from bcd_theory.predictions import LAW_ROUNDINGS, LAW_TOLERANCE
 
 FLOAT32_ROUNDING = 2.0**-24  # relative error of rounding to nearest
 

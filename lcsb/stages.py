@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from bcd_theory.cost import step_seconds
-from bcd_theory.predict import Measurements, Predictions
-from bcd_theory.predict import predict as predictions_of
+from bcd_theory.predictions import Measurements, Predictions
+from bcd_theory.predictions import predict as predictions_of
 from lcsb.jobs import Job, Reporter, run_jobs
 from reports.records import (
     ArmConfig,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bcd_theory.predict import FIDELITY_TOLERANCE, LAW_ROUNDINGS, LAW_TOLERANCE
+from bcd_theory.predictions import FIDELITY_TOLERANCE, LAW_ROUNDINGS, LAW_TOLERANCE
 from reports.numbers import percent
 
 # C1

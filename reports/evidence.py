@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from bcd_theory.predict import Fidelity
+from bcd_theory.predictions import Fidelity
 
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 

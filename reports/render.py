@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from bcd_theory.predict import Prediction
+from bcd_theory.predictions import Prediction
 from bcd_theory.theorems import THEOREMS
 from reports.decisions import count
 from reports.figures import Plot, Table, plots

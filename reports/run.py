@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from bcd_theory.predict import Measurements, Predictions
+from bcd_theory.predictions import Measurements, Predictions
 from reports.config import RunConfig
 from reports.evidence import FidelityEvidence, MemoryEvidence, TimingEvidence
 from reports.metrics import Header, Metrics, diverged_at, no_progress, read_metrics, update_jumps

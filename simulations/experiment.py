@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from bcd_theory.predict import Prediction, Predictions
+from bcd_theory.predictions import Prediction, Predictions
 from reports.decisions import combine
 from reports.metrics import MetricsWriter
 from reports.records import RunFolder, environment

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from bcd_theory.identity import bias_bound, plan_bias_bound, scalar_counterexample
 from bcd_theory.linear import stability_limit
-from bcd_theory.predict import Prediction
+from bcd_theory.predictions import Prediction
 from reports.decisions import decide
 from reports.numbers import interval, percent, significant
 from reports.svg import LIGHT

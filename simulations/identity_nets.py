@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bcd_theory.identity import bias_bound, gradient_flow_bound
 from bcd_theory.partition import Partition, contiguous_blocks
-from bcd_theory.predict import Prediction
+from bcd_theory.predictions import Prediction
 from reports.decisions import decide
 from reports.numbers import fixed, interval, percent, significant
 from reports.verdicts import Part

@@ -21,7 +21,7 @@ from bcd_theory.momentum import (
     steady_movement,
 )
 from bcd_theory.partition import equal_blocks
-from bcd_theory.predict import Prediction
+from bcd_theory.predictions import Prediction
 from reports.decisions import decide_share
 from reports.numbers import percent, significant
 from reports.svg import LIGHT

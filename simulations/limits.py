@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from bcd_theory.momentum import uncoupled_limit
 from bcd_theory.partition import equal_blocks
-from bcd_theory.predict import Prediction
+from bcd_theory.predictions import Prediction
 from reports.numbers import fixed, percent, significant
 from reports.svg import LIGHT
 from reports.verdicts import Part

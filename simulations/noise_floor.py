@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from bcd_theory.noise import NoiseFloor, noise_floor
 from bcd_theory.partition import Partition, equal_blocks, interleaved_blocks
-from bcd_theory.predict import Prediction
+from bcd_theory.predictions import Prediction
 from reports.decisions import decide_share
 from reports.numbers import percent, significant
 from reports.svg import LIGHT

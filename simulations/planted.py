@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from numpy.typing import NDArray
 from scipy import stats
 
-from bcd_theory.predict import Prediction
+from bcd_theory.predictions import Prediction
 from reports.decisions import CONFIDENCE, Verdict, decide
 from reports.numbers import percent
 from reports.svg import LIGHT

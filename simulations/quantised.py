@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from bcd_theory.linear import stability_limit
 from bcd_theory.momentum import equivalent_learning_rate
 from bcd_theory.partition import equal_blocks
-from bcd_theory.predict import Prediction
+from bcd_theory.predictions import Prediction
 from bcd_theory.quantization import weyl_interval
 from reports.decisions import SEEDS_NEEDED, Decision, Verdict, combine, decide
 from reports.numbers import fixed, percent, significant

@@ -15,7 +15,7 @@ from bcd_theory import BOUNDS
 from bcd_theory.cost import StepCosts, speedup
 from bcd_theory.linear import stability_limit
 from bcd_theory.partition import equal_blocks
-from bcd_theory.predict import Prediction
+from bcd_theory.predictions import Prediction
 from reports.decisions import Verdict
 from reports.numbers import fixed, percent
 from reports.svg import LIGHT

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from bcd_theory.predict import Prediction, Predictions
+from bcd_theory.predictions import Prediction, Predictions
 from reports.decisions import Verdict
 from reports.records import RunFolder
 from reports.run import check_registration

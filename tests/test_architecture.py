@@ -209,8 +209,8 @@ WRONG_ARROWS = {
     "theory knows no torch, even for types": {
         "bcd_theory.linear": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from torch import Tensor"
     },
-    "theory knows no file format": {"bcd_theory.predict": "from pydantic import BaseModel"},
-    "theory knows no report": {"bcd_theory.predict": "from reports import records"},
+    "theory knows no file format": {"bcd_theory.predictions": "from pydantic import BaseModel"},
+    "theory knows no report": {"bcd_theory.predictions": "from reports import records"},
     "PEPit only in certificates": {"bcd_theory.linear": "def f():\n    import PEPit"},
     "PEPit only lazily": {"bcd_theory.certificates": "import PEPit"},
     "reports knows no torch": {"reports.records": "from torch import nn"},

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bcd_theory.predict import SURROGATE_MODES, Fidelity, Layout
+from bcd_theory.predictions import SURROGATE_MODES, Fidelity, Layout
 from lcsb.branches import detached_attention
 from lcsb.config import LCSBConfig
 from lcsb.local import hidden_cosine, inner

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from bcd_theory.predict import LAW_TOLERANCE
+from bcd_theory.predictions import LAW_TOLERANCE
 from reports.figures.base import Plot, Table, arm_style
 from reports.numbers import fixed, significant
 from reports.rules.idle import movement_ratios

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from bcd_theory.predict import FIDELITY_TOLERANCE, Prediction
+from bcd_theory.predictions import FIDELITY_TOLERANCE, Prediction
 from reports.claims import COSINE_MARGIN, COSINE_SHARE, FIDELITY_SHARE, MODELS_NEEDED, Claim
 from reports.decisions import SEEDS_NEEDED, Verdict, count, decide, decide_share
 from reports.numbers import fixed

@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from bcd_theory.predict import LAW_ROUNDINGS, LAW_TOLERANCE
+from bcd_theory.predictions import LAW_ROUNDINGS, LAW_TOLERANCE
 from reports.claims import DROP_MARGIN, MOVEMENT_SHARE, Claim
 from reports.decisions import SEEDS_NEEDED, Verdict, combine, count, decide, decide_share
 from reports.numbers import fixed, percent, significant

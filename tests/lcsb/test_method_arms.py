@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import lcsb.train
-from bcd_theory.predict import Measurements
+from bcd_theory.predictions import Measurements
 from lcsb import stages
 from lcsb.prepare import language_batch, make_optimizer, prepare
 from lcsb.train import train_arm

@@ -13,7 +13,7 @@ import numpy as np
 
 from bcd_theory.cost import StepCosts
 from bcd_theory.partition import contiguous_blocks
-from bcd_theory.predict import Fidelity, Measurements, Predictions, predict
+from bcd_theory.predictions import Fidelity, Measurements, Predictions, predict
 from reports.records import MetricsWriter, RunConfig, RunFolder, sha256_of, write_config, write_json
 
 N = 30

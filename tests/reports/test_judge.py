@@ -7,7 +7,7 @@ import json
 import pytest
 from synthetic import Truth, build
 
-from bcd_theory.predict import LAW_TOLERANCE, Predictions
+from bcd_theory.predictions import LAW_TOLERANCE, Predictions
 from reports.claims import CLAIMS
 from reports.config import RunConfig
 from reports.judge import judge, reproduce_command, write_verdicts

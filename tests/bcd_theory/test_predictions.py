@@ -11,7 +11,7 @@ import pytest
 from bcd_theory.cost import StepCosts
 from bcd_theory.geometry import GEOMETRIES, peak_bytes
 from bcd_theory.partition import contiguous_blocks
-from bcd_theory.predict import (
+from bcd_theory.predictions import (
     Fidelity,
     GradientNoise,
     Measurements,
