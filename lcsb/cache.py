@@ -55,12 +55,12 @@ def cached_folder(label: str, key: Mapping[str, str], build: Callable[[Path], No
     root = cache_root()
     folder = root / f"{re.sub(r'[^A-Za-z0-9.]+', '-', label).strip('-')}-{digest[:20]}"
     if folder.exists():
-        damage = _damage(folder)
-        if damage is None:
+        found = damage(folder)
+        if found is None:
             return folder
-        warnings.warn(f"cached model {folder} is damaged ({damage}); converting again", stacklevel=2)
+        warnings.warn(f"cached model {folder} is damaged ({found}); converting again", stacklevel=2)
         _discard(folder)
-    with _named_errors(folder), _building(root) as temporary:
+    with named_errors(folder), _building(root) as temporary:
         _sweep(root)
         build(temporary)
         _write_manifest(temporary, key)
@@ -68,7 +68,7 @@ def cached_folder(label: str, key: Mapping[str, str], build: Callable[[Path], No
             temporary.rename(folder)
         except OSError:
             # Another process finished first; its folder is as good as ours, if whole.
-            if not folder.exists() or _damage(folder) is not None:
+            if not folder.exists() or damage(folder) is not None:
                 raise
     return folder
 
@@ -84,10 +84,10 @@ def whole_folder(folder: Path, replace: bool = False) -> Iterator[Path]:
         FileExistsError: there is something at `folder` already.
         OSError: the place cannot be written to (read-only, full); names it.
     """
-    with _named_errors(folder):
+    with named_errors(folder):
         if folder.exists() and not (folder.is_dir() and (replace or not any(folder.iterdir()))):
             raise FileExistsError(f"{folder} exists already, expected a new or empty folder")
-    with _named_errors(folder), _building(folder.parent) as temporary:
+    with named_errors(folder), _building(folder.parent) as temporary:
         yield temporary
         if folder.exists():
             _discard(folder)
@@ -118,7 +118,7 @@ _CANNOT_WRITE = (
 
 
 @contextlib.contextmanager
-def _named_errors(folder: Path) -> Iterator[None]:
+def named_errors(folder: Path) -> Iterator[None]:
     """A read-only or full disk is one line that names `folder`, whichever library met it."""
     try:
         yield
@@ -143,9 +143,10 @@ def _write_manifest(folder: Path, key: Mapping[str, str]) -> None:
     (folder / _MANIFEST).write_text(text, encoding="utf-8")
 
 
-def _damage(folder: Path) -> str | None:
+def damage(folder: Path, manifest: str = _MANIFEST) -> str | None:
+    """What differs from the sizes and hashes in the folder's manifest; None if nothing does."""
     try:
-        files = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))["files"]
+        files = json.loads((folder / manifest).read_text(encoding="utf-8"))["files"]
         for name, expected in files.items():
             path = folder / name
             size = path.stat().st_size

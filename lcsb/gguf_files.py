@@ -49,6 +49,15 @@ BUILTIN_MODELS = {
 }
 
 
+def builtin_parts(name: str) -> list[Path]:
+    """The files of a built-in model, in the order in which they are joined.
+
+    Raises:
+        ModuleNotFoundError: a package is absent; the message holds the install line.
+    """
+    return [_file_in_package(name, package, file) for package, file in BUILTIN_MODELS[name].parts]
+
+
 @contextmanager
 def builtin_gguf(name: str) -> Iterator[Path]:
     """Path of a built-in model's GGUF file while the context lasts (parts are joined in a temporary file).
@@ -57,10 +66,9 @@ def builtin_gguf(name: str) -> Iterator[Path]:
         ModuleNotFoundError: a package is absent; the message holds the install line.
         ValueError: the file is not the one this project knows (sha256).
     """
-    builtin = BUILTIN_MODELS[name]
-    paths = [_file_in_package(name, package, file) for package, file in builtin.parts]
+    paths = builtin_parts(name)
     if len(paths) == 1:
-        _check_sha256(name, file_sha256(paths[0]))
+        check_sha256(name, file_sha256(paths[0]))
         yield paths[0]
         return
     with tempfile.TemporaryDirectory(prefix="lcsb-") as folder:
@@ -71,7 +79,7 @@ def builtin_gguf(name: str) -> Iterator[Path]:
                 data = path.read_bytes()
                 digest.update(data)
                 target.write(data)
-        _check_sha256(name, digest.hexdigest())
+        check_sha256(name, digest.hexdigest())
         yield joined
 
 
@@ -112,7 +120,8 @@ def _file_in_package(name: str, package: str, file: str) -> Path:
     )
 
 
-def _check_sha256(name: str, found: str) -> None:
+def check_sha256(name: str, found: str) -> None:
+    """Raise ValueError where a built-in model's file is not the one this project knows."""
     expected = BUILTIN_MODELS[name].sha256
     if found != expected:
         raise ValueError(

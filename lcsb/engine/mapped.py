@@ -58,6 +58,7 @@ class MappedFolder:
         self.folder = Path(folder)
         self.config: dict[str, Any] = _read_json(self.folder / "config.json")
         self._places: dict[str, _Place] = {}
+        self._paths: list[Path] = []
         self._maps: list[mmap.mmap] = []
         self._bytes: list[torch.Tensor] = []
         files = sorted(self.folder.glob("*.safetensors")) if files is None else files
@@ -82,6 +83,7 @@ class MappedFolder:
             # The buffer is read-only; nothing here writes to a weight.
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             self._bytes.append(torch.frombuffer(mapped, dtype=torch.uint8))
+        self._paths.append(path)
         self._maps.append(mapped)
         for name, entry in header.items():
             if name == "__metadata__":
@@ -135,11 +137,23 @@ class MappedFolder:
         return self._place(name).dtype
 
     def rows(self, name: str, first: int, last: int) -> torch.Tensor:
-        """A copy of rows [first, last) (of a vector: its numbers)."""
+        """A copy of rows [first, last) (of a vector: its numbers), read from the file and not through the map.
+
+        Raises:
+            ValueError: the file ended before them; it was cut short since it was opened.
+        """
         place = self._place(name)
         width = math.prod(place.shape[1:]) * place.dtype.itemsize
-        raw = self._bytes[place.file][place.start + first * width : place.start + last * width]
-        return raw.clone().view(place.dtype).view(last - first, *place.shape[1:])
+        raw = torch.empty((last - first) * width, dtype=torch.uint8)
+        with self._paths[place.file].open("rb", buffering=0) as file:
+            file.seek(place.start + first * width)
+            view = memoryview(raw.numpy())
+            while view:
+                got = file.readinto(view)
+                if not got:
+                    raise ValueError(f"{self._paths[place.file]}: ended within {name}; it was cut short")
+                view = view[got:]
+        return raw.view(place.dtype).view(last - first, *place.shape[1:])
 
     def release(self, name: str, first: float = 0.0, last: float = 1.0) -> None:
         """Give back the pages of a tensor (or of the share [first, last] of it): they leave this process's memory.
