@@ -80,6 +80,11 @@ class LCSBTrainer(Trainer):
         if config.ram_budget is not None or isinstance(model, EngineModel):
             arguments = inspect.signature(Trainer).bind_partial(*positional, **arguments).arguments
             positional, arguments["model"] = (), _engine_model(config, arguments)
+        elif isinstance(model, str | Path):
+            raise ValueError(
+                f"model: found {str(model)!r} without ram_budget; expected a model in memory (lcsb.load_quantized and "
+                "lcsb.attach_lora give one), or lcsb=LCSBConfig(ram_budget=...) for the memory engine"
+            )
         super().__init__(*positional, callbacks=[LCSBCallback(config), *(callbacks or [])], **arguments)
         refuse_options(self.args)
 
@@ -289,7 +294,10 @@ def _longest_row(dataset: Any) -> int:
     """Tokens of the longest row; 1 if that cannot be told (a stream), so that each batch is planned when it comes."""
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         return 1
-    return max((len(dataset[index].get("input_ids", ())) for index in range(len(dataset))), default=1)
+    rows = (dataset[index] for index in range(len(dataset)))
+    return max(
+        (len(row["input_ids"]) for row in rows if isinstance(row, Mapping) and "input_ids" in row), default=1
+    )
 
 
 def _first_line(error: BaseException) -> str:
