@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from bcd_theory.geometry import GEOMETRIES, MIB, Geometry
@@ -39,6 +40,8 @@ class Case:
         step_ratios: arm -> largest ratio of its seconds per step to those of QLoRA.
         layer_ratios: the same for the layers alone (no embedding, head, loss, optimiser).
         forward_share: least ratio of the matrix products' seconds to the forward pass's.
+        shapes: of a model that is no geometry of the theory's list.
+        folder: its packed folder; None: the cache's, or random weights that are written when they are needed.
     """
 
     name: str
@@ -47,11 +50,18 @@ class Case:
     step_ratios: Mapping[str, float] = field(default_factory=dict)
     layer_ratios: Mapping[str, float] = field(default_factory=dict)
     forward_share: float | None = None
+    shapes: Geometry | None = None
+    folder: Path | None = None
 
     @property
     def geometry(self) -> Geometry:
         """The model's shapes."""
-        return GEOMETRIES[self.name]
+        return self.shapes or GEOMETRIES[self.name]
+
+    @property
+    def weights(self) -> str:
+        """What the weights are, for tables."""
+        return "real" if self.real else "random weights"
 
 
 _GIGABYTE = 10**9

@@ -134,7 +134,7 @@ def profiled(engine: Any, clock: Callable[[], float] = time.process_time) -> Ite
             charge(engine.states, name, OPTIMISER)
         for owner in (engine.states, engine.folder):
             charge(owner, "release", PAGES)
-        charge(packed.PackedMatrix, "dequantize", DEQUANTISATION)
+        charge.made_by(packed, "kernel", DEQUANTISATION)
         for name in ("packed_product", "packed_transposed_product"):
             for module in _importers(packed, name):
                 charge(module, name, PRODUCTS)
@@ -151,14 +151,28 @@ class _Patches:
         self._ledger, self._stack = ledger, stack
 
     def __call__(self, owner: Any, name: str, row: str, phase: str | None = None, whole: bool = True) -> None:
-        original, ledger = getattr(owner, name), self._ledger
+        self._put(owner, name, self._charged(getattr(owner, name), row, phase, whole))
+
+    def made_by(self, owner: Any, name: str, row: str) -> None:
+        """The same for the functions that `owner.name` returns."""
+        original = getattr(owner, name)
+        self._put(owner, name, lambda *args: self._charged(original(*args), row))
+
+    def _charged(
+        self, original: Callable[..., Any], row: str, phase: str | None = None, whole: bool = True
+    ) -> Callable[..., Any]:
+        ledger = self._ledger
 
         def charged(*args: Any, **kwargs: Any) -> Any:
             with ledger.row(row, phase, whole):
                 return original(*args, **kwargs)
 
+        return charged
+
+    def _put(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
         on_instance = not isinstance(owner, type | ModuleType)
-        setattr(owner, name, charged)
+        setattr(owner, name, replacement)
         self._stack.callback(delattr, owner, name) if on_instance else self._stack.callback(
             setattr, owner, name, original
         )

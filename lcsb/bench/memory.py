@@ -6,12 +6,12 @@ import contextlib
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lcsb.bench.cases import BLOCKS, CASES, DESCRIPTIONS, OURS, PEERS, Case, verdict
+from lcsb.bench.cases import BLOCKS, DESCRIPTIONS, OURS, PEERS, Case, verdict
 from lcsb.bench.processes import ALLOCATORS, BenchProcess, folder_of, windows_of
 from lcsb.bench.products import PARTS
 from lcsb.bench.store import Store
@@ -44,8 +44,13 @@ class Setup:
     allocator: str = "small"
 
     def described(self) -> dict[str, Any]:
-        """For a part's settings: everything but the place of files."""
+        """Everything but the place of files."""
         return {key: value for key, value in asdict(self).items() if key != "models"}
+
+    def settings(self, case: Case, **more: Any) -> dict[str, Any]:
+        """What a part was measured with: what it must agree in to be found again."""
+        return {"case": case.name, "ram": case.memory_limit, "geometry": asdict(case.geometry),
+                **self.described(), **more}  # fmt: skip
 
     def spec(
         self, case: Case, arm: str, folder: Path, windows: Sequence[Sequence[int]], scratch: str
@@ -82,8 +87,8 @@ def default_arms(case: Case) -> tuple[str, ...]:
 
 def measure_arm(case: Case, arm: str, setup: Setup) -> dict[str, Any]:
     """One fresh process: its peak, and seconds of its steps without the first where there is another."""
-    folder = folder_of(case.name, setup.models)
-    windows = windows_of(folder, setup.tokens, WINDOWS, case.real, case.geometry.vocabulary)
+    folder = folder_of(case, setup.models)
+    windows = windows_of(case, folder, setup.tokens, WINDOWS)
     with tempfile.TemporaryDirectory(dir=folder.parent if not case.real else None) as scratch:
         spec = {**setup.spec(case, arm, folder, windows, scratch), "sample": True}
         with BenchProcess(spec, setup.allocator_of(arm)) as process:
@@ -110,16 +115,18 @@ def measure_products(case: Case, setup: Setup) -> dict[str, Any]:
         return {"seconds": seconds, **process.ready}
 
 
-def row_of(case: Case, arm: str, found: dict[str, Any], products: dict[str, Any] | None) -> dict[str, Any]:
+def row_of(
+    case: Case, arm: str, found: dict[str, Any], cold: bool, products: dict[str, Any] | None
+) -> dict[str, Any]:
     """What was measured, and what it is held against."""
-    ours = arm in OURS
     row = {
         "name": arm,
         "what": DESCRIPTIONS[arm],
+        "page_cache": "cold" if cold else "warm",
         **found,
-        "peak": verdict(found["peak_bytes"], case.memory_limit if ours else None),
+        "peak": verdict(found["peak_bytes"], case.memory_limit if arm in OURS else None),
     }
-    if products is not None and arm == "full":
+    if products is not None:
         alone = sum(products["seconds"][part]["cpu"] for part in PARTS)
         row["products_seconds"] = alone
         row["times_products"] = found["seconds"]["cpu"] / alone
@@ -127,34 +134,45 @@ def row_of(case: Case, arm: str, found: dict[str, Any], products: dict[str, Any]
 
 
 def measure_memory(
-    names: Sequence[str],
+    cases: Sequence[Case],
     arms: Sequence[str] | None,
     setup: Setup,
     out: Path,
     progress: Callable[[str], contextlib.AbstractContextManager[Report]],
 ) -> dict[str, Any]:
-    """Measure every case and arm that is not measured yet; returns the whole report, which is in `out` too."""
+    """Measure every case and arm that is not measured yet; returns the whole report, which is in `out` too.
+
+    Args:
+        arms: names; None: every arm on trained weights, and `full` on random ones. Peers run on trained weights only.
+    """
     store = Store(out, setup.threads)
-    cases: dict[str, Any] = {}
-    plan = [(name, arm) for name in names for arm in arms or default_arms(CASES[name])]
-    plan = [(name, arm) for name, arm in plan if CASES[name].real or arm in OURS]
+    entries: dict[str, Any] = {}
+    plan = [
+        (case, arm, cold)
+        for case in cases
+        for arm in arms or default_arms(case)
+        for cold in ((False, True) if setup.cold and arm in OURS else (False,))
+        if case.real or arm in OURS
+    ]
     with progress("memory") as show:
-        for done, (name, arm) in enumerate(plan):
-            case = CASES[name]
-            show(done / len(plan), f"{name} {arm}")
-            settings = {"case": name, "arm": arm, **setup.described()}
-            found = store.part(f"{name}.{arm}", settings, partial(measure_arm, case, arm, setup))
+        for done, (case, arm, cold) in enumerate(plan):
+            show(done / len(plan), f"{case.name} {arm}{' cold' if cold else ''}")
+            one = replace(setup, cold=cold)
+            settings = one.settings(case, arm=arm)
+            key = f"{case.name}.{arm}{'.cold' if cold else ''}"
+            found = store.part(key, settings, partial(measure_arm, case, arm, one))
             products = None
             if arm == "full":
-                settings = {"case": name, "tokens": setup.tokens, "threads": setup.threads}
-                products = store.part(f"{name}.products", settings, partial(measure_products, case, setup))
-            entry = cases.setdefault(
-                name,
-                {
-                    "weights": "real" if case.real else "random weights",
-                    "limit": case.memory_limit,
-                    "arms": [],
-                },
+                settings = {
+                    "geometry": asdict(case.geometry),
+                    "tokens": setup.tokens,
+                    "threads": setup.threads,
+                }
+                products = store.part(
+                    f"{case.name}.products", settings, partial(measure_products, case, setup)
+                )
+            entry = entries.setdefault(
+                case.name, {"weights": case.weights, "limit": case.memory_limit, "arms": []}
             )
-            entry["arms"].append(row_of(case, arm, found, products))
-    return store.whole("memory", setup.described(), cases=cases)
+            entry["arms"].append(row_of(case, arm, found, cold, products))
+    return store.whole("memory", setup.described(), cases=entries)

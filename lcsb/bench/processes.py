@@ -12,6 +12,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from lcsb.bench.cases import Case
+from lcsb.jobs import JobError
+
 #: The allocator of every process, peers' and ours alike: one arena, and freed memory at the top goes back at once.
 SMALL = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "131072"}
 #: For speed: freed memory is kept, so that a tensor of 50 MB does not cost its page faults at each step.
@@ -27,7 +30,7 @@ class BenchProcess:
     """`python -m lcsb.bench.worker` with its specification.
 
     Raises (here and in `ask`):
-        RuntimeError: the process failed; with the last line of what it wrote.
+        JobError: the process failed; with the last line of what it wrote.
     """
 
     def __init__(self, spec: Mapping[str, Any], allocator: Mapping[str, str]) -> None:
@@ -59,7 +62,10 @@ class BenchProcess:
             self._process.wait()
             self._errors.seek(0)
             last = (self._errors.read().strip().splitlines() or ["it wrote nothing"])[-1]
-            raise RuntimeError(f"process {self.name!r} ended with {self._process.returncode}: {last}")
+            raise JobError(
+                f"process {self.name!r} ended with {self._process.returncode}: {last}",
+                bad_input=last.startswith(("ValueError", "OSError", "BudgetError", "FileExistsError")),
+            )
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -97,32 +103,32 @@ def load_average() -> float | None:
         return None
 
 
-def folder_of(name: str, models: Path) -> Path:
-    """The packed folder of a case: a built-in model of the cache, or random weights of its geometry under `models`.
+def folder_of(case: Case, models: Path) -> Path:
+    """The packed folder of a case: its own, a built-in model's in the cache, or random weights under `models`.
 
     A folder of random weights is written where it is not there yet.
     """
-    from lcsb.bench.cases import CASES
-
-    case = CASES[name]
+    if case.folder is not None:
+        return case.folder
     if case.real:
-        from lcsb.models import _converted_builtin
+        from lcsb.models import packed_builtin
 
-        return _converted_builtin(name, "nf4", {"quantization": "nf4", "double_quant": "False"})
+        return packed_builtin(case.name)
     from lcsb.engine.random_weights import write_random
 
-    folder = models / f"{name}-random-nf4"
+    folder = models / f"{case.name}-random-nf4"
     if not (folder / "config.json").exists():
-        write_random(folder, name, seed=0)
+        write_random(folder, case.shapes or case.name, seed=0)
     return folder
 
 
-def windows_of(folder: Path, tokens: int, count: int, real: bool, vocabulary: int) -> list[list[int]]:
+def windows_of(case: Case, folder: Path, tokens: int, count: int) -> list[list[int]]:
     """`count` windows of `tokens` ids: of the Python language reference, or drawn where the weights are random."""
     import torch
 
-    if not real:
-        drawn = torch.randint(3, vocabulary, (count, tokens), generator=torch.Generator().manual_seed(0))
+    if not case.real:
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.randint(3, case.geometry.vocabulary, (count, tokens), generator=generator)
         return [list(map(int, row)) for row in drawn]
     from transformers import AutoTokenizer
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lcsb.bench.cases import CASES, DESCRIPTIONS, OURS, Case, verdict
+from lcsb.bench.cases import DESCRIPTIONS, OURS, Case, verdict
 from lcsb.bench.memory import WINDOWS, Report, Setup
 from lcsb.bench.processes import BenchProcess, folder_of, windows_of
 from lcsb.bench.products import PARTS
@@ -44,8 +44,8 @@ def measure_case(
     case: Case, arms: Sequence[str], setup: Setup, rounds: int, report: Report
 ) -> dict[str, Any]:
     """All arms of one case, interleaved; with them the forward pass for evaluation and the matrix products alone."""
-    folder = folder_of(case.name, setup.models)
-    windows = windows_of(folder, setup.tokens, WINDOWS, case.real, case.geometry.vocabulary)
+    folder = folder_of(case, setup.models)
+    windows = windows_of(case, folder, setup.tokens, WINDOWS)
     with contextlib.ExitStack() as stack:
         processes = {}
         for arm in (*arms, "products"):
@@ -132,7 +132,7 @@ def _forward_share(case: Case, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_speed(
-    names: Sequence[str],
+    cases: Sequence[Case],
     arms: Sequence[str],
     setup: Setup,
     rounds: int,
@@ -141,24 +141,22 @@ def measure_speed(
 ) -> dict[str, Any]:
     """Measure every case that is not measured yet; returns the whole report, which is in `out` too."""
     store = Store(out, setup.threads)
-    cases: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     with progress("speed") as show:
-        for done, name in enumerate(names):
-            case = CASES[name]
+        for done, case in enumerate(cases):
             ours = tuple(arm for arm in arms if case.real or arm in OURS)
 
             def report(share: float, words: str, done: int = done) -> None:
-                show((done + share) / len(names), words)
+                show((done + share) / len(cases), words)
 
-            settings = {"case": name, "arms": list(ours), "rounds": rounds, **setup.described()}
-            found = store.part(name, settings, partial(measure_case, case, ours, setup, rounds, report))
-            cases[name] = {"weights": "real" if case.real else "random weights", **judge(case, found),
-                           "measured": found}  # fmt: skip
-    return store.whole("speed", {**setup.described(), "rounds": rounds}, cases=cases)
+            settings = setup.settings(case, arms=list(ours), rounds=rounds)
+            found = store.part(case.name, settings, partial(measure_case, case, ours, setup, rounds, report))
+            entries[case.name] = {"weights": case.weights, **judge(case, found), "measured": found}
+    return store.whole("speed", {**setup.described(), "rounds": rounds}, cases=entries)
 
 
 def measure_profile(
-    names: Sequence[str],
+    cases: Sequence[Case],
     mode: str,
     setup: Setup,
     repeats: int,
@@ -167,20 +165,21 @@ def measure_profile(
 ) -> dict[str, Any]:
     """Where the time of a step of one mode goes, by row and phase: medians over `repeats` of a cycle's mean."""
     store = Store(out, setup.threads)
-    cases: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     with progress("profile") as show:
-        for done, name in enumerate(names):
-            show(done / len(names), name)
-            case = CASES[name]
-            settings = {"case": name, "mode": mode, "repeats": repeats, **setup.described()}
-            found = store.part(f"{name}.{mode}", settings, partial(_profile_case, case, mode, setup, repeats))
-            cases[name] = {"mode": mode, **profile_table(found["repeats"]), "measured": found}
-    return store.whole("profile", {**setup.described(), "mode": mode, "repeats": repeats}, cases=cases)
+        for done, case in enumerate(cases):
+            show(done / len(cases), case.name)
+            settings = setup.settings(case, mode=mode, repeats=repeats)
+            found = store.part(
+                f"{case.name}.{mode}", settings, partial(_profile_case, case, mode, setup, repeats)
+            )
+            entries[case.name] = {"mode": mode, **profile_table(found["repeats"]), "measured": found}
+    return store.whole("profile", {**setup.described(), "mode": mode, "repeats": repeats}, cases=entries)
 
 
 def _profile_case(case: Case, mode: str, setup: Setup, repeats: int) -> dict[str, Any]:
-    folder = folder_of(case.name, setup.models)
-    windows = windows_of(folder, setup.tokens, WINDOWS, case.real, case.geometry.vocabulary)
+    folder = folder_of(case, setup.models)
+    windows = windows_of(case, folder, setup.tokens, WINDOWS)
     with (
         tempfile.TemporaryDirectory() as scratch,
         BenchProcess(setup.spec(case, mode, folder, windows, scratch), {}) as process,

@@ -12,9 +12,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from lcsb.bench.processes import load_average
+from lcsb.bench.records import REPORTS
 from reports.records import environment
-from reports.strict import read_json, write_json
+from reports.strict import first_problem, read_json, write_json
 
 
 class Store:
@@ -61,8 +64,12 @@ class Store:
             "missed": [where for where, met in found if not met],
             "environment": self.environment,
         }
-        write_json(self.out, report)
-        return report
+        try:
+            checked = REPORTS[benchmark].model_validate(report).model_dump(mode="json")
+        except ValidationError as error:
+            raise ValueError(f"{self.out}: {first_problem(error)}") from None
+        write_json(self.out, checked)
+        return checked
 
 
 def verdicts(content: Any, where: str = "") -> list[tuple[str, bool]]:

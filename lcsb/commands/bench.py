@@ -71,12 +71,13 @@ def memory(
 
     setup = Setup(tokens, rank, threads, _models(models), steps, cold)
     names = chosen(case, tuple(CASES), "--case")
+    cases = [CASES[name] for name in names]
     if prepare:
-        for name in names:
-            console.print(str(folder_of(name, setup.models)), markup=False, highlight=False, soft_wrap=True)
+        for found in cases:
+            console.print(str(folder_of(found, setup.models)), markup=False, highlight=False, soft_wrap=True)
         return
     arms = chosen(arm, ARMS, "--arm") if arm else None
-    _finish(measure_memory(names, arms, setup, out, _shown), _memory_tables, gate, as_json, out)
+    _finish(measure_memory(cases, arms, setup, out, _shown), _memory_tables, gate, as_json, out)
 
 
 @app.command()
@@ -119,18 +120,19 @@ def speed(
     chosen([allocator], tuple(ALLOCATORS), "--allocator")
     real = tuple(name for name, found in CASES.items() if found.real)
     names = chosen(case, tuple(CASES), "--case") if case else real
+    cases = [CASES[name] for name in names]
     setup = Setup(tokens, rank, threads, _models(models), allocator=allocator)
     if profile:
         modes = chosen(arm, OURS, "--arm") if arm else ("full",)
         if len(modes) > 1:
             raise ValueError(f"--profile: one --arm at a time, found {', '.join(modes)}")
         out = out or Path("runs/bench/profile.json")
-        report = measure_profile(names, modes[0], setup, repeats, out, _shown)
+        report = measure_profile(cases, modes[0], setup, repeats, out, _shown)
         _finish(report, _profile_tables, gate, as_json, out)
         return
     out = out or Path("runs/bench/speed.json")
     arms = chosen(arm, ARMS, "--arm")
-    _finish(measure_speed(names, arms, setup, repeats, out, _shown), _speed_tables, gate, as_json, out)
+    _finish(measure_speed(cases, arms, setup, repeats, out, _shown), _speed_tables, gate, as_json, out)
 
 
 def _models(models: Path | None) -> Path:
@@ -197,9 +199,10 @@ def _memory_tables(report: Mapping[str, Any]) -> list[Any]:
             title=f"{name} ({case['weights']})",
         )  # fmt: skip
         for row in case["arms"]:
-            times = row.get("times_products")
+            times = row["times_products"]
+            name = row["name"] + (", cold" if row["page_cache"] == "cold" else "")
             table.add_row(
-                row["name"], _against(row["peak"], _mib), _mib(row["anonymous_bytes"]), _mib(row["floor_bytes"]),
+                name, _against(row["peak"], _mib), _mib(row["anonymous_bytes"]), _mib(row["floor_bytes"]),
                 *(f"{row['seconds'][clock]:.2f}" for clock in ("cpu", "wall")),
                 "-" if times is None else f"{times:.2f}",
             )  # fmt: skip
