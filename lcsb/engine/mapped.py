@@ -147,7 +147,7 @@ class MappedFolder:
         raw = torch.empty((last - first) * width, dtype=torch.uint8)
         with self._paths[place.file].open("rb", buffering=0) as file:
             file.seek(place.start + first * width)
-            view = memoryview(raw.numpy())
+            view = raw.numpy().data
             while view:
                 got = file.readinto(view)
                 if not got:

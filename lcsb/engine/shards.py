@@ -85,7 +85,7 @@ class ShardFile:
             raise ValueError(
                 f"{self.path}: {name} has {count(shape)} numbers, got some up to {first + values.numel()}"
             )
-        raw = memoryview(values.contiguous().view(-1).view(torch.uint8).numpy())
+        raw = values.contiguous().view(-1).view(torch.uint8).numpy().data
         at = self._data + self._offsets[name] + first * dtype.itemsize
         while raw:
             written = os.pwrite(self._file.fileno(), raw, at)
