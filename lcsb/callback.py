@@ -14,7 +14,8 @@ from transformers.trainer_callback import ExportableState
 
 from lcsb.config import LCSBConfig
 from lcsb.distributed import Replicas
-from lcsb.engine.module import EngineModel, refuse_engine_options
+from lcsb.engine.inside_trainer import refuse_engine_options
+from lcsb.engine.module import EngineModel
 from lcsb.optim import check_optimizer, keeps_state
 from lcsb.selective import SelectiveBackward, selective_backward
 
@@ -110,6 +111,7 @@ class LCSBCallback(TrainerCallback, ExportableState):
         refuse_options(args)
         if isinstance(model, EngineModel):
             refuse_engine_options(args)
+            model.refuse_early_floor()
         if args.world_size != self.replicas.size:
             raise ValueError(
                 f"{type(self).__name__} in {args.world_size} processes, expected 1: a plain Trainer wraps the model in "

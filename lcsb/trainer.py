@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 from transformers.trainer_utils import rotate_checkpoints, sort_checkpoints
 from transformers.utils import SAFE_WEIGHTS_NAME
 
@@ -23,7 +23,8 @@ from lcsb.callback import NothingTrainedError as NothingTrainedError
 from lcsb.callback import refuse_options
 from lcsb.config import LCSBConfig
 from lcsb.distributed import Replicas
-from lcsb.engine.module import EngineModel, refuse_engine_options
+from lcsb.engine.inside_trainer import engine_model, resolved_config
+from lcsb.engine.module import EngineModel
 from lcsb.launch import refuse_unsupported_launch
 
 STATE_FILE = "trainer_state.json"
@@ -76,10 +77,10 @@ class LCSBTrainer(Trainer):
         self._partial: Path | None = None
         self._to_push: Path | None = None
         model = positional[0] if positional else arguments.get("model")
-        config = _resolved(lcsb, model)
+        config = resolved_config(lcsb, model)
         if config.ram_budget is not None or isinstance(model, EngineModel):
             arguments = inspect.signature(Trainer).bind_partial(*positional, **arguments).arguments
-            positional, arguments["model"] = (), _engine_model(config, arguments)
+            positional, arguments["model"] = (), engine_model(config, arguments)
         elif isinstance(model, str | Path):
             raise ValueError(
                 f"model: found {str(model)!r} without ram_budget; expected a model in memory (lcsb.load_quantized and "
@@ -255,49 +256,6 @@ class LCSBTrainer(Trainer):
             ) from error
         finally:
             self._partial = None
-
-
-def _resolved(lcsb: LCSBConfig | Mapping[str, Any] | None, model: Any) -> LCSBConfig:
-    if lcsb is None and isinstance(model, EngineModel):
-        return model.lcsb_config
-    return lcsb if isinstance(lcsb, LCSBConfig) else LCSBConfig.from_dict(dict(lcsb or {}))
-
-
-def _engine_model(config: LCSBConfig, given: Mapping[str, Any]) -> EngineModel:
-    """The model of a Trainer whose steps the memory engine computes, planned for the training set's longest row.
-
-    Raises:
-        ValueError: a model in memory, or what the engine does not compute.
-        BudgetError: the budget cannot be met.
-    """
-    model, args = given.get("model"), given.get("args") or TrainingArguments("tmp_trainer")
-    for name in ("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func", "model_init"):
-        if given.get(name) is not None:
-            raise ValueError(
-                f"{name}: not with the memory engine, which computes the loss and never all logits; leave it out"
-            )
-    refuse_engine_options(args)
-    rows, tokens = args.per_device_train_batch_size, _longest_row(given.get("train_dataset"))
-    if isinstance(model, EngineModel):
-        model.fit(rows, tokens)
-        return model
-    if not isinstance(model, str | Path):
-        raise ValueError(
-            f"ram_budget: found {config.ram_budget!r} for a {type(model).__name__} that is in memory already; give "
-            "model='folder of packed weights' (`lcsb convert` writes one), a built-in name, or an EngineModel"
-        )
-    scratch = Path(args.output_dir)
-    return EngineModel(model, config, seed=args.seed, rows=rows, tokens=tokens, scratch=scratch)
-
-
-def _longest_row(dataset: Any) -> int:
-    """Tokens of the longest row; 1 if that cannot be told (a stream), so that each batch is planned when it comes."""
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        return 1
-    rows = (dataset[index] for index in range(len(dataset)))
-    return max(
-        (len(row["input_ids"]) for row in rows if isinstance(row, Mapping) and "input_ids" in row), default=1
-    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -31,6 +31,8 @@ from lcsb.engine.selection import EngineSelection
 from lcsb.engine.states import LayerStates
 from lcsb.gguf_files import BUILTIN_MODELS
 
+#: what a Trainer's first steps load beyond what is loaded when the model is made (27 MiB measured)
+_TRAINER_BYTES = 32 << 20
 _ABSENT = (
     "config",
     "generate",
@@ -97,6 +99,7 @@ class EngineModel(nn.Module):
         self._path, self._scratch = packed_folder(folder), scratch
         self._lora = LoRASettings(r, float(alpha), _projections(target_modules))
         self._floor: int | None = None
+        self._knows_trainer = False
         self._planned = (rows, tokens)
         self.plan: Any = None
         self.selection: EngineSelection | None = None
@@ -162,23 +165,47 @@ class EngineModel(nn.Module):
         from lcsb.engine.planner import plan
         from lcsb.engine.ram import parse_ram, peak_bytes
 
-        if self._floor is None:
-            self._floor = peak_bytes()
         folder = MappedFolder(self._path)
+        architecture = Architecture.from_config(folder.config, str(self._path / "config.json"))
+        if self._floor is None:
+            self._floor, self._knows_trainer = peak_bytes(), "transformers.trainer" in sys.modules
         rows, tokens = self._planned
         self.plan = plan(
-            Architecture.from_config(folder.config, str(self._path / "config.json")),
+            architecture,
             tokens=tokens,
             rows=rows,
             config=self.lcsb_config,
             lora=self._lora,
             ram=parse_ram(budget),
-            floor=self._floor,
+            floor=self._floor + self._beside(architecture),
             folder_bytes=sum(folder.nbytes(name) for name in folder.names()),
             scratch=self._scratch,
         )
         residency: Residency = self.plan.residency
+        if residency.folder is not None:
+            residency.folder.mkdir(parents=True, exist_ok=True)
         return residency
+
+    def _beside(self, architecture: Architecture) -> int:
+        """Bytes that a Trainer holds and the engine by itself does not.
+
+        What its first steps load; under idle momentum the zero gradients of idle layers, and the copies of their
+        adapters from which `lcsb/displacement_idle` is logged.
+        """
+        adapters = 4 * architecture.geometry.lora_parameters(self._lora.r, self._lora.targets)
+        return _TRAINER_BYTES + (2 * adapters if self.lcsb_config.idle == "momentum" else 0)
+
+    def refuse_early_floor(self) -> None:
+        """Refuse to train in a Trainer that was imported after the budget was planned, and is not part of it.
+
+        Raises:
+            ValueError: it was.
+        """
+        if self._floor is not None and not self._knows_trainer:
+            raise ValueError(
+                "EngineModel: made before transformers' Trainer was imported, so the budget was planned without it; "
+                "import LCSBTrainer first, then make the model"
+            )
 
     def fit(self, rows: int, tokens: int) -> None:
         """Plan again if a batch [rows, tokens] is larger than any so far.
@@ -360,34 +387,6 @@ class EngineModel(nn.Module):
             self.engine.load_adapter_tensors(weights)
         except ValueError as error:
             raise ValueError(f"{folder}: {error}") from None
-
-
-def refuse_engine_options(args: Any) -> None:
-    """Refuse `TrainingArguments` that would change what the engine computes, or silently would not.
-
-    Raises:
-        ValueError: names the first of them.
-    """
-    unwanted = {
-        "bf16": args.bf16,
-        "fp16": args.fp16,
-        "bf16_full_eval": args.bf16_full_eval,
-        "fp16_full_eval": args.fp16_full_eval,
-        "torch_compile": args.torch_compile,
-        "use_liger_kernel": args.use_liger_kernel,
-        "label_smoothing_factor": args.label_smoothing_factor,
-        "neftune_noise_alpha": args.neftune_noise_alpha,
-        "include_for_metrics": args.include_for_metrics,
-    }
-    for name, value in unwanted.items():
-        if value:
-            raise ValueError(f"{name} is {value}: the memory engine does not compute it; leave it out")
-    if args.device.type != "cpu":
-        raise ValueError(
-            f"device {args.device}: inside a Trainer the memory engine computes on the CPU; set use_cpu=True"
-        )
-    if args.world_size != 1:
-        raise ValueError(f"{args.world_size} processes: the memory engine trains in one")
 
 
 class _Streamed(torch.autograd.Function):
