@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -22,6 +23,7 @@ from transformers import (
 )
 
 from lcsb import LCSBCallback, LCSBConfig, LCSBTrainer, selective_backward
+from lcsb.engine.inside_trainer import refuse_engine_options
 from lcsb.engine.module import EngineModel
 from lcsb.selective import NonFiniteError
 from lcsb.trainer import NothingTrainedError
@@ -249,9 +251,10 @@ def test_the_usual_collators_and_datasets(folders, tmp_path):
 
 
 def test_what_trainer_does_beside_training(folders, tmp_path):
-    """Predictions are the loss alone; the model card names the folder."""
+    """Predictions are the loss alone; the model card names the folder; recompute may be asked for."""
     engine = EngineModel(folders["llama"], LCSBConfig(), r=4)
-    run = trainer(engine, tmp_path)
+    run = trainer(engine, tmp_path, gradient_checkpointing=True, max_steps=1)
+    run.train()
     found = run.predict(uneven()[:4])
     assert found.predictions == () and found.metrics["test_loss"] > 0
     run.create_model_card()
@@ -429,6 +432,21 @@ def test_options_that_the_engine_does_not_compute(folders, tmp_path, changes, me
         LCSBTrainer(model=EngineModel(folders["llama"]), args=args, train_dataset=uneven(), **own)
 
 
+def test_launches_that_the_engine_does_not_compute(folders, tmp_path):
+    args = TrainingArguments(**arguments(tmp_path))
+    with pytest.raises(
+        ValueError, match="model: found 'smollm2-135m' without ram_budget; expected a model in"
+    ):
+        LCSBTrainer(model="smollm2-135m", args=args)
+    for changes, message in (
+        ({"device": torch.device("cuda", 0)}, "device cuda:0: .* set use_cpu=True"),
+        ({"world_size": 2}, "2 processes: the memory engine trains in one"),
+    ):
+        asked = {name: getattr(args, name) for name in dir(args) if not name.startswith("_")} | changes
+        with pytest.raises(ValueError, match=message):
+            refuse_engine_options(SimpleNamespace(**asked))
+
+
 def test_configurations_must_be_the_models(folders, tmp_path):
     engine = EngineModel(folders["llama"], LCSBConfig("exact", layers_per_step=2))
     with pytest.raises(ValueError, match="layers_per_step is 1 here and 2 there"):
@@ -448,6 +466,88 @@ def test_configurations_must_be_the_models(folders, tmp_path):
         pytest.raises(RuntimeError, match=r"call begin\(\) first"),
     ):
         engine(input_ids=IDS, labels=IDS)
+
+
+def test_budget_in_the_configuration():
+    for budget in ("1GB", "900MiB", 10**9):
+        config = LCSBConfig(ram_budget=budget)
+        assert config.to_dict()["ram_budget"] == budget
+        assert LCSBConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    with pytest.raises(ValueError, match=r"^ram_budget: .*1 GBB"):
+        LCSBConfig(ram_budget="1 GBB")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"backward": "certified", "layers_per_step": 1},
+            "backward: found 'certified' with ram_budget '1GB'",
+        ),
+        ({"schedule": "importance", "layers_per_step": 1}, "schedule: found 'importance' with ram_budget"),
+        ({"schedule": "adaptive", "backward": "mlp"}, "schedule: found 'adaptive' with ram_budget '1GB'"),
+        ({"layers": "model.layers"}, "layers: found 'model.layers' with ram_budget"),
+        ({"layers": [torch.nn.Identity()]}, "layers: found 1 modules with ram_budget"),
+        ({"outer": "freeze"}, "outer: found 'freeze' with ram_budget"),
+    ],
+)
+def test_what_has_no_budgeted_form(changes, message):
+    with pytest.raises(ValueError, match=message):
+        LCSBConfig(**changes, ram_budget="1GB")
+
+
+def test_budget_for_a_model_in_memory(folders, tmp_path):
+    model = tiny_packed.reference(folders["llama"])
+    config = LCSBConfig(ram_budget="64GB")
+    with pytest.raises(ValueError, match="found '64GB' for a PeftModelForCausalLM that is in memory already"):
+        selective_backward(model, config)
+    with pytest.raises(ValueError, match="found '64GB' for a PeftModelForCausalLM that is in memory already"):
+        trainer(model, tmp_path, config)
+    run = trainer(model, tmp_path, trainer_class=Trainer, callbacks=[LCSBCallback(config)])
+    with pytest.raises(ValueError, match="that is in memory already"):
+        run.train()
+
+
+def test_a_budget_changes_no_bit_and_may_change_on_resuming(folders, tmp_path):
+    settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+    free = trainer(
+        EngineModel(folders["gemma3"], LCSBConfig(layers_per_step=2)), tmp_path / "free", **settings
+    )
+    free.model.save_pretrained(tmp_path / "start")
+    free.train()
+
+    def run(budget, callbacks=()):
+        config = LCSBConfig(layers_per_step=2, ram_budget=budget)
+        name = str(folders["gemma3"])
+        run = trainer(name, tmp_path / "run", config, callbacks=list(callbacks), **settings)
+        assert run.model._planned == (2, 20)
+        return run
+
+    broken = run("64GB", [Interrupt(4)])
+    broken.model.load_adapter(tmp_path / "start")
+    with pytest.raises(KeyboardInterrupt):
+        broken.train()
+    again = run("32GB")
+    again.train(resume_from_checkpoint=True)
+    assert_equal(adapters_of(again.model), adapters_of(free.model))
+
+
+def test_a_longer_batch_is_planned_when_it_comes(folders):
+    from lcsb.engine.planner import BudgetError
+
+    config = LCSBConfig("full", ram_budget="64GB")
+    engine = EngineModel(folders["llama"], config, rows=2, tokens=8)
+    assert engine._planned == (2, 8)
+    engine(input_ids=IDS, labels=IDS)
+    assert engine._planned == (2, 10)
+    with torch.no_grad():
+        whole = engine(input_ids=IDS.repeat(3, 2), labels=IDS.repeat(3, 2)).loss
+    assert engine._planned == (2, 20)
+    assert whole.item() == pytest.approx(
+        engine(input_ids=IDS.repeat(1, 2), labels=IDS.repeat(1, 2)).loss.item()
+    )
+    with pytest.raises(BudgetError, match="at least"):
+        EngineModel(folders["llama"], LCSBConfig(ram_budget="1MB"))
 
 
 PROBE = """
