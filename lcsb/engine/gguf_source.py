@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lcsb.engine.gguf_tokenizer import BYTES_PER_WORD, write_tokenizer
 from lcsb.engine.sources import Source
 
 ARCHITECTURES: Final = {
@@ -239,10 +240,10 @@ class GGUFSource(Source):
                 "hidden_act": "silu", "rope_parameters": {"rope_theta": base, "rope_type": "default"}
             }  # fmt: skip
         layers = config["num_hidden_layers"]
-        # llama.cpp's rule: the scale of the 27B model (62 layers) is that of hidden / heads.
+        # The format has no field for it: 256 in every Gemma 3 but the one of 62 layers (27B), as llama.cpp knows too.
         return config | {
             "hidden_activation": "gelu_pytorch_tanh",
-            "query_pre_attn_scalar": hidden // heads if layers == 62 else head_dim,
+            "query_pre_attn_scalar": hidden // heads if layers == 62 else 256,
             "sliding_window": int(self._key("attention.sliding_window")),
             "layer_types": ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(layers)],
             "rope_parameters": {
@@ -250,6 +251,12 @@ class GGUFSource(Source):
                 "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
             },
         }
+
+    def write_tokenizer(self, folder: Path) -> list[str]:
+        return write_tokenizer(self.metadata, self.architecture, self.label, folder)
+
+    def extra_bytes(self) -> int:
+        return BYTES_PER_WORD * len(self.metadata.get("tokenizer.ggml.tokens", ()))
 
     # -- tensors -------------------------------------------------------------------------------------------------
 
