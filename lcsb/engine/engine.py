@@ -43,7 +43,7 @@ class Residency:
         inputs: where layer inputs lie between forward and backward.
         products: number of layers, from the top, whose projections' outputs are kept between forward and backward, so
             that backward need not compute them again.
-        chunk_logits: logits held at once by the head (tokens x words).
+        chunk_logits: numbers held at once by the head: logits (tokens x words), or weights (words x hidden).
         folder: where mapped files are made.
     """
 
@@ -178,13 +178,17 @@ class Engine:
             for moment in self.states.moments(index):
                 moment.zero_()
             self.states.steps[index] = 0
+            self._let_go(index)
 
     # -- forward -------------------------------------------------------------------------------------------------
 
     def _embed(self, ids: Tensor) -> Tensor:
-        weight = self.folder.tensor(self.embedding_name)
-        rows = torch.nn.functional.embedding(ids.reshape(-1).cpu(), weight).float().to(self.device)
-        return rows * self.architecture.embedding_scale if self.architecture.embedding_scale != 1.0 else rows
+        words = ids.reshape(-1).cpu()
+        if self.residency.head:
+            rows = torch.nn.functional.embedding(words, self.folder.tensor(self.embedding_name))
+        else:
+            rows = self.folder.gather(self.embedding_name, words)
+        return rows.float().to(self.device) * self.architecture.embedding_scale
 
     def _adapters(self, index: int, gradient: Tensor | None = None) -> Adapters:
         owed, self._owed[index] = self._owed[index], 0
@@ -240,7 +244,7 @@ class Engine:
         x = hidden[where].detach().requires_grad_(gradient)
         with torch.set_grad_enabled(gradient):
             normed = torch.nn.functional.rms_norm(x, (arch.hidden,), self.final_norm, arch.eps)
-        words = words_per_chunk(len(where), arch.vocabulary, self.residency.chunk_logits)
+        words = words_per_chunk(max(len(where), arch.hidden), arch.vocabulary, self.residency.chunk_logits)
         done = 0
 
         def rows(first: int, last: int) -> Tensor:

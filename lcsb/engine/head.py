@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-#: largest number of logits held at once (tokens x words of a chunk), 16 MiB in float32
+#: largest number of logits, and of weights, held at once (tokens x words and words x hidden), 16 MiB in float32
 CHUNK_LOGITS = 1 << 22
 
 
-def words_per_chunk(tokens: int, vocabulary: int, most: int = CHUNK_LOGITS) -> int:
-    """Words of a chunk, so that tokens x words stays at `most` logits (at least 64 words)."""
-    return min(vocabulary, max(64, most // max(1, tokens)))
+def words_per_chunk(width: int, vocabulary: int, most: int = CHUNK_LOGITS) -> int:
+    """Words of a chunk, so that width x words stays at `most` numbers (at least 64 words); width: tokens or hidden."""
+    return min(vocabulary, max(64, most // max(1, width)))
 
 
 def chunked_cross_entropy(

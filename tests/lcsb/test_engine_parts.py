@@ -138,6 +138,7 @@ def test_logits_of_all_words_are_never_held():
 
 
 def test_chunk_size():
+    assert words_per_chunk(2560, 262144, 1 << 22) == 1638
     assert words_per_chunk(256, 262144, 1 << 22) == 16384
     assert words_per_chunk(8, 97, 1 << 22) == 97
     assert words_per_chunk(10**6, 262144, 1 << 22) == 64
@@ -219,11 +220,15 @@ def test_folders_that_cannot_be_read(tmp_path):
         MappedFolder(write_folder(tmp_path, content=b"\xff" * 40))
     from safetensors.torch import save_file
 
-    save_file({"a": torch.arange(100.0)}, tmp_path / "model.safetensors")
+    tensors = {"a": torch.arange(100.0), "b": torch.arange(10).view(5, 2)}
+    save_file(tensors, tmp_path / "model.safetensors")
     whole = (tmp_path / "model.safetensors").read_bytes()
     assert torch.equal(MappedFolder(tmp_path).tensor("a"), torch.arange(100.0))
+    assert torch.equal(
+        MappedFolder(tmp_path).gather("b", torch.tensor([4, 0, 4])), torch.tensor([[8, 9], [0, 1], [8, 9]])
+    )
     (tmp_path / "model.safetensors").write_bytes(whole[:-8])
-    with pytest.raises(ValueError, match=r"a ends at byte \d+, the file has \d+; it was cut short"):
+    with pytest.raises(ValueError, match=r"\w ends at byte \d+, the file has \d+; it was cut short"):
         MappedFolder(tmp_path)
 
 
