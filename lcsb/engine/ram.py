@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
-from lcsb.measure.memory import read_status
+STATUS = Path("/proc/self/status")
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -39,3 +40,16 @@ def peak_bytes() -> int:
         OSError: no /proc on this system.
     """
     return read_status("VmHWM")
+
+
+def read_status(field: str) -> int:
+    """A field of /proc/self/status in bytes (VmHWM: peak resident; RssAnon: resident now, without files).
+
+    Raises:
+        OSError: no /proc on this system.
+        ValueError: the kernel does not report the field.
+    """
+    match = re.search(rf"^{field}:\s+(\d+) kB$", STATUS.read_text(), re.MULTILINE)
+    if match is None:
+        raise ValueError(f"{STATUS}: no field {field!r}")
+    return int(match.group(1)) * 1024

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -16,20 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-STATUS = Path("/proc/self/status")
-
-
-def read_status(field: str) -> int:
-    """A field of /proc/self/status in bytes (VmHWM: peak resident; RssAnon: resident now, without files).
-
-    Raises:
-        OSError: no /proc on this system.
-        ValueError: the kernel does not report the field.
-    """
-    match = re.search(rf"^{field}:\s+(\d+) kB$", STATUS.read_text(), re.MULTILINE)
-    if match is None:
-        raise ValueError(f"{STATUS}: no field {field!r}")
-    return int(match.group(1)) * 1024
+from lcsb.engine.ram import STATUS as STATUS
+from lcsb.engine.ram import read_status as read_status
 
 
 class AnonymousPeak:
