@@ -532,6 +532,14 @@ def test_a_budget_changes_no_bit_and_may_change_on_resuming(folders, tmp_path):
     assert_equal(adapters_of(again.model), adapters_of(free.model))
 
 
+def test_a_budget_planned_before_trainer_was_imported(folders, tmp_path):
+    engine = EngineModel(folders["llama"], LCSBConfig(ram_budget="64GB"))
+    engine.refuse_early_floor()
+    engine._knows_trainer = False
+    with pytest.raises(ValueError, match="made before transformers' Trainer was imported"):
+        trainer(engine, tmp_path, trainer_class=Trainer, callbacks=[LCSBCallback(engine.lcsb_config)]).train()
+
+
 def test_a_longer_batch_is_planned_when_it_comes(folders):
     from lcsb.engine.planner import BudgetError
 
