@@ -22,6 +22,7 @@ GEMMA_NORMS = {
     "post_feedforward_layernorm": "post_ffw_norm", "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
 }  # fmt: skip
+QWEN3_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -30,7 +31,7 @@ def gguf_name(name, arch):
     if stem in TOP:
         return f"{TOP[stem]}.{suffix}"
     _, _, index, part = stem.split(".", 3)
-    table = NAMES | (GEMMA_NORMS if arch == "gemma3" else PRE_NORM)
+    table = NAMES | (GEMMA_NORMS if arch == "gemma3" else PRE_NORM | QWEN3_NORMS)
     return f"blk.{index}.{table[part]}.{suffix}"
 
 
@@ -77,8 +78,9 @@ def write(path, model, arch, qtype, leave_out=(), extra=None, rope_scaling=None,
         writer.add_rope_scaling_factor(8.0)
     if arch == "llama":
         writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
-    if arch == "gemma3":
+    if arch in ("gemma3", "qwen3"):
         writer.add_key_length(config.head_dim)
+    if arch == "gemma3":
         writer.add_sliding_window(config.sliding_window)
     _add_tokenizer(writer, config.vocab_size)
     expected = {}
