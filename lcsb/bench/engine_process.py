@@ -95,31 +95,31 @@ class EngineSession:
         }
 
     def profile(self) -> dict[str, Any]:
-        """A cycle of steps with the ledger, each after one without: seconds a step of both, and the ledger's table."""
-        from lcsb.bench.ledger import PHASES, PRODUCTS, ROWS, profiled
+        """A cycle of steps without and one with the ledger: seconds a step of both, and the ledger's table (wall)."""
+        from lcsb.bench.ledger import PHASES, ROWS, profiled
 
-        plain: list[float] = []
-        tables: list[dict[str, dict[str, float]]] = []
-        operations: dict[str, int] = dict.fromkeys(PHASES, 0)
         cycle = self.engine.schedule.cycle_length
+        with profiled(self.engine):  # pays for what the profiler sets up at its first use
+            self.engine.step(self._next())
+        plain = [self.step()["step"] for _ in range(cycle)]
+        measured, ledgers = [], []
         for _ in range(cycle):
-            plain.append(self.step()["step"]["cpu"])
-        # The first one pays for what torch imports at the first use of a dispatch mode.
-        for taken in range(-1, cycle):
             with profiled(self.engine) as ledger:
+                watch = Stopwatch()
                 self.engine.step(self._next())
-            if taken < 0:
-                continue
-            tables.append(ledger.table())
-            for phase in PHASES:
-                operations[phase] += ledger.operations.get((phase, PRODUCTS), 0)
+                measured.append(watch.read())
+            ledgers.append(ledger)
+        tables = [ledger.table() for ledger in ledgers]
         return {
-            "plain": statistics.fmean(plain),
+            "plain": {clock: statistics.fmean(s[clock] for s in plain) for clock in ("cpu", "wall")},
+            "measured": {clock: statistics.fmean(s[clock] for s in measured) for clock in ("cpu", "wall")},
             "table": {
                 row: {phase: statistics.fmean(t[row][phase] for t in tables) for phase in PHASES}
                 for row in ROWS
             },
-            "product_operations": {phase: count / cycle for phase, count in operations.items()},
+            "product_operations": {
+                phase: statistics.fmean(ledger.operations[phase] for ledger in ledgers) for phase in PHASES
+            },
         }
 
 

@@ -1,29 +1,29 @@
 """Where the time of one engine step goes: every moment of it belongs to exactly one row of one phase.
 
-Two means. Functions of the engine are wrapped, each with the row that its time belongs to; inside a layer, where the
-backward pass is autograd's, every tensor operation is seen by a `TorchDispatchMode` and filed by its name. Whatever is
-neither is Python and the rest, so rows sum to the step by construction; what measuring itself costs is known only by
-comparison with a step that is not measured, and is given beside the table.
+torch's profiler records the tensor operations; the engine's own functions are wrapped in named ranges that say which
+row or phase they are. An operation belongs to the innermost named row around it, else to the row of its own name (that
+of the outermost operation, where one calls others); what no operation and no row covers is Python and the rest. So
+rows sum to the step by construction. What measuring costs is known only by comparison with a step that is not
+measured, and is given beside the table. Times are wall seconds; on a quiet machine and one thread they are CPU seconds.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 PRODUCTS = "matrix products"
 DEQUANTISATION = "dequantisation"
 LORA = "LoRA products"
 ATTENTION = "attention"
-ELEMENTWISE = "norms, activations, rotary, sums"
+ELEMENTWISE = "norms, activations, rotary, sums, copies"
 HEAD = "embedding, head and loss"
 OPTIMISER = "optimiser"
 PAGES = "giving pages back"
@@ -31,151 +31,196 @@ REST = "Python and the rest"
 ROWS = (PRODUCTS, DEQUANTISATION, LORA, ATTENTION, ELEMENTWISE, HEAD, OPTIMISER, PAGES, REST)
 PHASES = ("forward", "head", "backward", "optimiser")
 
-_MATRIX = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::mv", "aten::addmv")
-_BATCHED = ("aten::bmm", "aten::baddbmm", "aten::_softmax", "aten::_softmax_backward_data")
+_ROW, _PHASE, _STEP = "lcsb row: ", "lcsb phase: ", "lcsb step"
+_MATRIX = ("mm", "addmm", "addmm_", "mv", "addmv", "matmul", "linear")
+_BATCHED = ("bmm", "baddbmm", "softmax", "_softmax", "_softmax_backward_data")
+# They touch no number: what they take is the interpreter's and the dispatcher's.
+_VIEWS = (
+    "view", "t", "transpose", "slice", "select", "as_strided", "expand", "detach", "unsqueeze", "squeeze", "permute",
+    "narrow", "split", "split_with_sizes", "unbind", "chunk", "alias", "numpy_T", "result_type", "is_nonzero", "item",
+)  # fmt: skip
 
 
 def row_of(operation: str) -> str:
-    """The row of a tensor operation inside a layer but outside the packed products.
+    """The row of an operation that lies in no named one.
 
-    >>> row_of("aten::addmm"), row_of("aten::_scaled_dot_product_flash_attention_for_cpu"), row_of("aten::silu")
-    ('LoRA products', 'attention', 'norms, activations, rotary, sums')
+    >>> row_of("aten::addmm"), row_of("aten::scaled_dot_product_attention"), row_of("aten::silu"), row_of("aten::t")
+    ('LoRA products', 'attention', 'norms, activations, rotary, sums, copies', 'Python and the rest')
     """
-    if operation in _MATRIX:
+    package, _, name = operation.partition("::")
+    if package != "aten" or name in _VIEWS:
+        return REST  # autograd's own bookkeeping
+    if name in _MATRIX:
         return LORA
-    if "attention" in operation or operation in _BATCHED:
-        return ATTENTION
-    return ELEMENTWISE
+    return ATTENTION if "attention" in name or name in _BATCHED else ELEMENTWISE
 
 
+@dataclass(frozen=True)
+class Span:
+    """An operation or a named range: [start, end) in nanoseconds."""
+
+    name: str
+    start: int
+    end: int
+
+
+def charge(spans: Sequence[Span]) -> dict[tuple[str, str], float]:
+    """(phase, row) -> seconds of the spans inside the step's own, each moment counted once; nested spans nest.
+
+    >>> step = [Span("lcsb step", 0, 10), Span("aten::silu", 2, 5), Span("aten::empty", 3, 4)]
+    >>> {row: round(1e9 * seconds) for (_, row), seconds in charge(step).items()}
+    {'Python and the rest': 7, 'norms, activations, rotary, sums, copies': 3}
+    """
+    seconds: dict[tuple[str, str], float] = defaultdict(float)
+    # (end, phase, row, whether the row is settled for everything inside)
+    stack: list[tuple[int, str, str, bool]] = []
+    now = 0
+
+    def advance(until: int) -> None:
+        nonlocal now
+        while stack:
+            end, phase, row, _ = stack[-1]
+            upto = min(end, until)
+            seconds[phase, row] += max(0, upto - now) / 1e9
+            now = max(now, upto)
+            if end > until:
+                return
+            stack.pop()
+        now = until
+
+    for span in sorted(spans, key=lambda s: (s.start, -s.end)):
+        advance(span.start)
+        if not stack:
+            if span.name == _STEP:
+                stack.append((span.end, PHASES[-1], REST, False))
+            continue
+        _, phase, row, settled = stack[-1]
+        if span.name.startswith(_PHASE):
+            phase = span.name.removeprefix(_PHASE)
+        elif span.name.startswith(_ROW):
+            row, settled = span.name.removeprefix(_ROW), True
+        elif not settled:
+            row = row_of(span.name)
+            settled = row != REST
+        stack.append((min(span.end, stack[-1][0]), phase, row, settled))
+    advance(max((span.end for span in spans), default=0))
+    return dict(seconds)
+
+
+@dataclass
 class Ledger:
-    """Seconds by (phase, row). One clock, read at each change of row; time is never counted twice.
+    """What one profiled step left.
 
     Attributes:
-        seconds: (phase, row) -> seconds of the clock.
-        operations: (phase, row) -> floating-point operations of the matrix products seen there.
+        seconds: (phase, row) -> seconds.
+        operations: phase -> floating-point operations of the model's own products (a multiplication and an addition
+            are two).
     """
 
-    def __init__(self, clock: Callable[[], float] = time.process_time) -> None:
-        self.seconds: dict[tuple[str, str], float] = defaultdict(float)
-        self.operations: dict[tuple[str, str], int] = defaultdict(int)
-        self._clock = clock
-        self._stack: list[tuple[str, str, bool]] = [(PHASES[-1], REST, False)]
-        self._since = clock()
-
-    def _charge(self) -> None:
-        now = self._clock()
-        phase, row, _ = self._stack[-1]
-        self.seconds[phase, row] += now - self._since
-        self._since = now
-
-    @property
-    def whole(self) -> bool:
-        """Whether the current row takes everything inside it, whatever operations it is made of."""
-        return self._stack[-1][2]
-
-    @contextlib.contextmanager
-    def row(self, row: str, phase: str | None = None, whole: bool = True) -> Iterator[None]:
-        """Inside, time belongs to `row` (and `phase`, if given)."""
-        self._charge()
-        self._stack.append((phase or self._stack[-1][0], row, whole))
-        try:
-            yield
-        finally:
-            self._charge()
-            self._stack.pop()
-
-    def count(self, operations: int) -> None:
-        """Floating-point operations of a product that runs now."""
-        self.operations[self._stack[-1][:2]] += operations
-
-    def close(self) -> None:
-        """Charge what has passed until now."""
-        self._charge()
+    seconds: dict[tuple[str, str], float] = field(default_factory=dict)
+    operations: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
 
     def table(self) -> dict[str, dict[str, float]]:
         """row -> phase -> seconds, rows and phases in their order, absent ones 0."""
         return {row: {phase: self.seconds.get((phase, row), 0.0) for phase in PHASES} for row in ROWS}
 
 
-class _Operations(TorchDispatchMode):
-    def __init__(self, ledger: Ledger) -> None:
-        super().__init__()
-        self._ledger = ledger
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, ledger, name = kwargs or {}, self._ledger, func._schema.name
-        if name in _MATRIX[:3]:
-            a, b = args[-2:]
-            ledger.count(2 * a.shape[0] * a.shape[1] * b.shape[1])
-        if ledger.whole or func.is_view:
-            return func(*args, **kwargs)
-        with ledger.row(row_of(name)):
-            return func(*args, **kwargs)
-
-
 @contextlib.contextmanager
-def profiled(engine: Any, clock: Callable[[], float] = time.process_time) -> Iterator[Ledger]:
-    """Inside, steps of `engine` are charged to the ledger.
+def profiled(engine: Any) -> Iterator[Ledger]:
+    """Inside, one step of `engine` is recorded; the ledger is filled at the end.
 
     Raises:
         AttributeError: the engine has no function of a name that a row rests on.
     """
     from lcsb.engine import packed
 
-    ledger = Ledger(clock)
+    ledger = Ledger()
+    phase = [PHASES[-1]]
+
+    def count(x: torch.Tensor, matrix: Any, *rest: Any) -> None:
+        ledger.operations[phase[-1]] += 2 * x.shape[0] * matrix.rows * matrix.columns
+
     with contextlib.ExitStack() as stack:
-        charge = _Patches(ledger, stack)
-        charge(engine, "_forward", REST, "forward", whole=False)
-        charge(engine, "_embed", HEAD)
-        charge(engine, "_loss", HEAD, "head")
-        charge(engine, "_backward", REST, "backward", whole=False)
+        put = _Patches(stack)
+        for name, of in (("_forward", "forward"), ("_loss", "head"), ("_backward", "backward")):
+            put(engine, name, _PHASE + of, around=_remember(phase, of))
+        for name in ("_embed", "_loss"):
+            put(engine, name, _ROW + HEAD)
         for name in ("step", "idle_steps"):
-            charge(engine.states, name, OPTIMISER)
+            put(engine.states, name, _ROW + OPTIMISER)
         for owner in (engine.states, engine.folder):
-            charge(owner, "release", PAGES)
-        charge.made_by(packed, "kernel", DEQUANTISATION)
+            put(owner, "release", _ROW + PAGES)
+        put.made_by(packed, "kernel", _ROW + DEQUANTISATION)
         for name in ("packed_product", "packed_transposed_product"):
             for module in _importers(packed, name):
-                charge(module, name, PRODUCTS)
-        stack.enter_context(_Operations(ledger))
-        ledger._since = clock()  # what the patching took is no part of the step
-        yield ledger
-        ledger.close()
+                put(module, name, _ROW + PRODUCTS, before=count)
+        profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+        with profiler, torch.profiler.record_function(_STEP):
+            yield ledger
+    # The raw events: torch's own table of 50,000 of them takes longer than the step.
+    recorded: Any = profiler.profiler
+    events = recorded.kineto_results.events()
+    ledger.seconds = charge([Span(e.name(), e.start_ns(), e.start_ns() + e.duration_ns()) for e in events])
+
+
+def _remember(phases: list[str], phase: str) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    @contextlib.contextmanager
+    def inside() -> Iterator[None]:
+        phases.append(phase)
+        try:
+            yield
+        finally:
+            phases.pop()
+
+    return inside
 
 
 class _Patches:
-    """Puts a function in a row until the stack closes."""
+    """Puts functions into named ranges until the stack closes."""
 
-    def __init__(self, ledger: Ledger, stack: contextlib.ExitStack) -> None:
-        self._ledger, self._stack = ledger, stack
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self._stack = stack
 
-    def __call__(self, owner: Any, name: str, row: str, phase: str | None = None, whole: bool = True) -> None:
-        self._put(owner, name, self._charged(getattr(owner, name), row, phase, whole))
-
-    def made_by(self, owner: Any, name: str, row: str) -> None:
-        """The same for the functions that `owner.name` returns."""
+    def __call__(
+        self,
+        owner: Any,
+        name: str,
+        label: str,
+        before: Callable[..., None] | None = None,
+        around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
         original = getattr(owner, name)
-        self._put(owner, name, lambda *args: self._charged(original(*args), row))
 
-    def _charged(
-        self, original: Callable[..., Any], row: str, phase: str | None = None, whole: bool = True
-    ) -> Callable[..., Any]:
-        ledger = self._ledger
-
-        def charged(*args: Any, **kwargs: Any) -> Any:
-            with ledger.row(row, phase, whole):
+        def labelled(*args: Any, **kwargs: Any) -> Any:
+            if before is not None:
+                before(*args, **kwargs)
+            with torch.profiler.record_function(label), around():
                 return original(*args, **kwargs)
 
-        return charged
+        self._put(owner, name, labelled)
+
+    def made_by(self, owner: Any, name: str, label: str) -> None:
+        """The same for the functions that `owner.name` returns."""
+        original = getattr(owner, name)
+
+        def maker(*args: Any) -> Callable[..., Any]:
+            made = original(*args)
+
+            def labelled(*inner: Any) -> Any:
+                with torch.profiler.record_function(label):
+                    return made(*inner)
+
+            return labelled
+
+        self._put(owner, name, maker)
 
     def _put(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-        original = getattr(owner, name)
-        on_instance = not isinstance(owner, type | ModuleType)
+        before = vars(owner).get(name)
         setattr(owner, name, replacement)
-        self._stack.callback(delattr, owner, name) if on_instance else self._stack.callback(
-            setattr, owner, name, original
-        )
+        if before is None:
+            self._stack.callback(delattr, owner, name)
+        else:
+            self._stack.callback(setattr, owner, name, before)
 
 
 def _importers(home: ModuleType, name: str) -> list[ModuleType]:

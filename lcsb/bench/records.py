@@ -91,13 +91,14 @@ class SpeedCase(_Record):
 
 
 class ProfileCase(_Record):
-    """CPU seconds of one step: row -> phase -> seconds (see `lcsb.bench.ledger`)."""
+    """Wall seconds of one step: row -> phase -> seconds (see `lcsb.bench.ledger`)."""
 
     mode: str
     table: dict[str, dict[str, float]]
     seconds: float
+    measured_seconds: float
     plain_seconds: float
-    sum_over_plain: float
+    cost_of_measuring: float
     dequantisation_of_backward: float
     product_operations: dict[str, float]
     measured: dict[str, Any]
@@ -132,4 +133,32 @@ class ProfileReport(_Report):
     cases: dict[str, ProfileCase]
 
 
-REPORTS: dict[str, type[_Report]] = {"memory": MemoryReport, "speed": SpeedReport, "profile": ProfileReport}
+class GrowthPoint(_Record):
+    """One model and length. Bytes, and seconds of a step; predictions are None where nothing was planned."""
+
+    name: str
+    value: int
+    tokens: int
+    peak_bytes: int
+    predicted_bytes: int | None
+    seconds: dict[Clock, float]
+    predicted_seconds: float | None
+    error: Verdict
+    planned: dict[str, Any]
+    load_average: list[float | None]
+
+
+class GrowthReport(_Report):
+    """`lcsb bench memory --growth`."""
+
+    benchmark: Literal["growth"]
+    base: dict[str, Any]
+    sweeps: dict[str, list[GrowthPoint]]
+
+
+REPORTS: dict[str, type[_Report]] = {
+    "memory": MemoryReport,
+    "speed": SpeedReport,
+    "profile": ProfileReport,
+    "growth": GrowthReport,
+}

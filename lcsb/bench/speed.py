@@ -8,10 +8,10 @@ not count. Figures are medians over the rounds, of a step's mean over its cycle.
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +150,9 @@ def measure_speed(
                 show((done + share) / len(cases), words)
 
             settings = setup.settings(case, arms=list(ours), rounds=rounds)
-            found = store.part(case.name, settings, partial(measure_case, case, ours, setup, rounds, report))
+            found = store.part(
+                case.name, settings, functools.partial(measure_case, case, ours, setup, rounds, report)
+            )
             entries[case.name] = {"weights": case.weights, **judge(case, found), "measured": found}
     return store.whole("speed", {**setup.described(), "rounds": rounds}, cases=entries)
 
@@ -171,7 +173,7 @@ def measure_profile(
             show(done / len(cases), case.name)
             settings = setup.settings(case, mode=mode, repeats=repeats)
             found = store.part(
-                f"{case.name}.{mode}", settings, partial(_profile_case, case, mode, setup, repeats)
+                f"{case.name}.{mode}", settings, functools.partial(_profile_case, case, mode, setup, repeats)
             )
             entries[case.name] = {"mode": mode, **profile_table(found["repeats"]), "measured": found}
     return store.whole("profile", {**setup.described(), "mode": mode, "repeats": repeats}, cases=entries)
@@ -189,25 +191,28 @@ def _profile_case(case: Case, mode: str, setup: Setup, repeats: int) -> dict[str
 
 
 def profile_table(repeats: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The table of medians, its sum against the step that was not measured, and C4's share.
+    """The table of medians, what measuring costs, and C4's share.
 
-    `sum_over_plain` is what measuring costs (1: nothing). `dequantisation_of_backward`: its seconds over all seconds of
-    the backward phase (head not in it).
+    `seconds` is the table's sum, `measured_seconds` the profiled step by a stopwatch around it, `plain_seconds` a step
+    that is not profiled (all wall). `cost_of_measuring` is the ratio of CPU seconds of a profiled to a plain step.
+    `dequantisation_of_backward`: its seconds over all seconds of the backward phase (head not in it).
     """
     from lcsb.bench.ledger import DEQUANTISATION, PHASES, ROWS
 
-    table = {
-        row: {phase: statistics.median(r["table"][row][phase] for r in repeats) for phase in PHASES}
-        for row in ROWS
-    }
-    whole = sum(sum(phases.values()) for phases in table.values())
-    plain = statistics.median(r["plain"] for r in repeats)
-    backward = sum(phases["backward"] for phases in table.values())
+    def middle(*keys: str) -> float:
+        found: list[Any] = list(repeats)
+        for key in keys:
+            found = [item[key] for item in found]
+        return statistics.median(found)
+
+    table = {row: {phase: middle("table", row, phase) for phase in PHASES} for row in ROWS}
     return {
         "table": table,
-        "seconds": whole,
-        "plain_seconds": plain,
-        "sum_over_plain": whole / plain,
-        "dequantisation_of_backward": table[DEQUANTISATION]["backward"] / backward,
+        "seconds": sum(sum(phases.values()) for phases in table.values()),
+        "measured_seconds": middle("measured", "wall"),
+        "plain_seconds": middle("plain", "wall"),
+        "cost_of_measuring": middle("measured", "cpu") / middle("plain", "cpu"),
+        "dequantisation_of_backward": table[DEQUANTISATION]["backward"]
+        / sum(phases["backward"] for phases in table.values()),
         "product_operations": repeats[0]["product_operations"],
     }

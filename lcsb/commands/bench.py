@@ -44,15 +44,24 @@ def memory(
     threads: Threads = 1,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of each arm; default one cycle.")] = None,
     cold: Annotated[
-        bool, typer.Option("--cold", help="Drop the model from the page cache before each step.")
+        bool,
+        typer.Option(
+            "--cold", help="Ours once more with the model dropped from the page cache before each step."
+        ),
+    ] = False,
+    growth: Annotated[
+        bool, typer.Option("--growth", help="Instead: peak and seconds against length, depth and vocabulary.")
     ] = False,
     prepare: Annotated[
         bool, typer.Option("--prepare", help="Only write the models of random weights.")
     ] = False,
     models: Models = None,
-    out: Annotated[Path, typer.Option(help="JSON of the result; parts in a folder of that name.")] = Path(
-        "runs/bench/memory.json"
-    ),
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON, parts in a folder of that name; default runs/bench/memory.json or growth.json."
+        ),
+    ] = None,
     gate: Gate = False,
     as_json: AsJson = False,
 ) -> None:
@@ -70,8 +79,14 @@ def memory(
     from lcsb.bench.processes import folder_of
 
     setup = Setup(tokens, rank, threads, _models(models), steps, cold)
-    names = chosen(case, tuple(CASES), "--case")
-    cases = [CASES[name] for name in names]
+    if growth:
+        from lcsb.bench.growth import measure_growth
+
+        out = out or Path("runs/bench/growth.json")
+        _finish(measure_growth(setup, out, _shown), _growth_tables, gate, as_json, out)
+        return
+    out = out or Path("runs/bench/memory.json")
+    cases = [CASES[name] for name in chosen(case, tuple(CASES), "--case")]
     if prepare:
         for found in cases:
             console.print(str(folder_of(found, setup.models)), markup=False, highlight=False, soft_wrap=True)
@@ -251,7 +266,7 @@ def _profile_tables(report: Mapping[str, Any]) -> list[Any]:
 
     tables = []
     for name, case in report["cases"].items():
-        table = Table("CPU s of one step", *PHASES, "sum", "share", title=f"{name}, mode {case['mode']}")
+        table = Table("seconds of one step", *PHASES, "sum", "share", title=f"{name}, mode {case['mode']}")
         for row, phases in case["table"].items():
             whole = sum(phases.values())
             table.add_row(
@@ -260,8 +275,27 @@ def _profile_tables(report: Mapping[str, Any]) -> list[Any]:
         sums = [sum(phases[p] for phases in case["table"].values()) for p in PHASES]
         table.add_row("sum", *(f"{s:.3f}" for s in sums), f"{case['seconds']:.3f}", "100%")
         table.caption = (
-            f"unmeasured step {case['plain_seconds']:.3f} s, so measuring costs {case['sum_over_plain'] - 1:+.1%}; "
+            f"wall; measuring costs {case['cost_of_measuring'] - 1:+.1%} CPU; "
             f"dequantisation is {case['dequantisation_of_backward']:.1%} of backward"
         )
+        tables.append(table)
+    return tables
+
+
+def _growth_tables(report: Mapping[str, Any]) -> list[Any]:
+    from rich.table import Table
+
+    tables = []
+    for name, rows in report["sweeps"].items():
+        table = Table(
+            name, "peak MiB", "predicted", "apart", "CPU s/step", "predicted", title=f"growth with {name}"
+        )
+        for row in rows:
+            seconds = row["predicted_seconds"]
+            table.add_row(
+                row["name"], _mib(row["peak_bytes"]), _mib(row["predicted_bytes"]),
+                _against(row["error"], lambda share: f"{share:.1%}"), f"{row['seconds']['cpu']:.2f}",
+                "-" if seconds is None else f"{seconds:.2f}",
+            )  # fmt: skip
         tables.append(table)
     return tables

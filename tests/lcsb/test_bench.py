@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import statistics
 
@@ -15,11 +16,12 @@ from lcsb.bench import ledger
 from lcsb.bench.cases import ARMS, CASES, Case, chosen, verdict
 from lcsb.bench.channel import Stopwatch
 from lcsb.bench.engine_process import EngineSession
+from lcsb.bench.growth import measure_growth, points
 from lcsb.bench.memory import Setup, measure_memory, row_of
 from lcsb.bench.peers import lisa_draws
 from lcsb.bench.processes import BenchProcess
 from lcsb.bench.products import PARTS, Products, operations, shapes
-from lcsb.bench.records import MemoryReport, SpeedReport
+from lcsb.bench.records import GrowthReport, MemoryReport, SpeedReport
 from lcsb.bench.speed import judge, measure_speed, profile_table
 from lcsb.bench.store import Store, verdicts
 from lcsb.jobs import JobError
@@ -93,36 +95,47 @@ def test_backward_products_are_the_forward_ones_turned_round():
 
 
 def test_a_ledger_counts_every_moment_once():
-    """Nested rows: the inner one's time is not the outer one's, and the sum is the whole."""
-    ticks = iter(range(100))
-    book = ledger.Ledger(clock=lambda: next(ticks))  # 0
-    # 1: one tick of the rest; 2: one of products; 3: one of dequantisation; 4: one more of products
-    with book.row(ledger.PRODUCTS, "forward"), book.row(ledger.DEQUANTISATION):
-        pass
-    book.close()  # 5: one more of the rest
-    assert dict(book.seconds) == {
-        ("optimiser", ledger.REST): 2, ("forward", ledger.PRODUCTS): 2, ("forward", ledger.DEQUANTISATION): 1,
+    """Nested spans: the inner one's time is not the outer one's; what lies outside of the step is not counted."""
+    spans = [
+        ledger.Span("aten::mul", 0, 5),  # before the step
+        ledger.Span("lcsb step", 10, 100),
+        ledger.Span("lcsb phase: forward", 20, 80),
+        ledger.Span("lcsb row: matrix products", 30, 60),
+        ledger.Span("aten::mm", 32, 58),  # in a named row: the row's
+        ledger.Span("lcsb row: dequantisation", 40, 50),  # but a row in a row is its own
+        ledger.Span("aten::matmul", 60, 70),
+        ledger.Span("aten::mul", 62, 64),  # inside of another operation: that one's
+        ledger.Span("autograd::engine::evaluate_function: MulBackward0", 70, 78),
+        ledger.Span("aten::mul", 72, 77),
+        ledger.Span("aten::add", 85, 90),
+    ]
+    found = {key: round(1e9 * seconds) for key, seconds in ledger.charge(spans).items()}
+    assert found == {
+        ("forward", ledger.PRODUCTS): 20, ("forward", ledger.DEQUANTISATION): 10, ("forward", ledger.LORA): 10,
+        ("forward", ledger.ELEMENTWISE): 5, ("forward", ledger.REST): 15, ("optimiser", ledger.ELEMENTWISE): 5,
+        ("optimiser", ledger.REST): 25,
     }  # fmt: skip
+    assert sum(found.values()) == 90
 
 
 def test_the_profile_counts_the_models_products_and_sums_to_the_step(case, folder, tmp_path):
     """Every product of the layers lands in its row (operations equal the geometry's), rows sum to the profiled step.
 
-    Forward once, backward once for the gradient and once more for what is computed again: at most 3 times the forward
-    pass's operations together, exactly 1 of them in the forward phase.
+    Forward once; in backward once for the gradient and at most once more for what is computed again.
     """
     engine = session(case, folder, tmp_path).engine
     ids = torch.randint(3, SMALL.vocabulary, (1, 24), generator=torch.Generator().manual_seed(1))
     engine.step(ids)
     with ledger.profiled(engine):
         engine.step(ids)
-    watch = Stopwatch()
+    before = set(vars(engine))
     with ledger.profiled(engine) as book:
+        watch = Stopwatch()
         engine.step(ids)
-    whole = watch.read()["cpu"]
+        whole = watch.read()["wall"]
     once = operations(SMALL, 24)["layers_forward"]
-    assert book.operations["forward", ledger.PRODUCTS] == once
-    assert once <= book.operations["backward", ledger.PRODUCTS] <= 2 * once
+    assert book.operations["forward"] == once
+    assert once <= book.operations["backward"] <= 2 * once
     table = book.table()
     assert sum(sum(phases.values()) for phases in table.values()) == pytest.approx(whole, rel=0.1)
     for row in (ledger.PRODUCTS, ledger.DEQUANTISATION, ledger.LORA, ledger.ATTENTION, ledger.ELEMENTWISE):
@@ -130,13 +143,15 @@ def test_the_profile_counts_the_models_products_and_sums_to_the_step(case, folde
         assert table[row]["backward"] > 0, row
     assert table[ledger.HEAD]["head"] > 0
     assert table[ledger.OPTIMISER]["optimiser"] > 0
-    assert not {"_forward", "_loss", "_backward"} & vars(engine).keys(), "the engine is left as it was"
+    assert set(vars(engine)) == before, "the engine is left as it was"
 
 
 def test_the_profile_of_a_session_fits_the_table(case, folder, tmp_path):
     found = profile_table([session(case, folder, tmp_path).profile()])
     total = sum(sum(phases.values()) for phases in found["table"].values())
     assert found["seconds"] == pytest.approx(total)
+    assert found["measured_seconds"] == pytest.approx(total, rel=0.1), "the rows are the whole step"
+    assert found["plain_seconds"] > 0 and found["cost_of_measuring"] > 0
     assert 0 < found["dequantisation_of_backward"] < 1
     assert found["product_operations"]["forward"] == operations(SMALL, 24)["layers_forward"]
 
@@ -293,6 +308,21 @@ def test_memory_of_random_weights(case, tmp_path, monkeypatch):
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "memory").iterdir()}
     assert measure_memory([case], ["full", "identity"], setup, out, silent)["cases"] == report["cases"]
     assert times == {path: path.stat().st_mtime_ns for path in (tmp_path / "memory").iterdir()}
+
+
+@needs_proc
+def test_growth(tmp_path):
+    """Each point is a model of its own, measured once where two sweeps share it; numbers and figure are written."""
+    base = dataclasses.replace(SMALL, layers=2)
+    sweeps = points(base, {"tokens": (16, 32), "layers": (2,)}, tokens=16)
+    setup = Setup(rank=4, models=tmp_path / "models")
+    report = measure_growth(setup, tmp_path / "growth.json", silent, sweeps)
+    GrowthReport.model_validate(read_json(tmp_path / "growth.json"))
+    assert [row["value"] for row in report["sweeps"]["tokens"]] == [16, 32]
+    assert report["sweeps"]["layers"][0]["peak_bytes"] == report["sweeps"]["tokens"][0]["peak_bytes"]
+    assert len(list((tmp_path / "growth").iterdir())) == 2
+    figure = (tmp_path / "growth.svg").read_text()
+    assert figure.count("tokens in a row") == 2 and "words in the vocabulary" not in figure
 
 
 @needs_proc
