@@ -1,0 +1,236 @@
+"""What stays in memory under a budget: the fastest set that fits, its peak bytes and its seconds by part.
+
+Parts are counted by `bcd_theory.streaming`; the constants that no count knows lie in constants.json (`lcsb.engine.fit`
+measures them anew). Among all sets the one with the least predicted seconds is taken whose peak, with the margin, lies
+within the budget. Layer inputs are rounded to bfloat16 only where there is no folder for a file.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from bcd_theory.geometry import Geometry
+from bcd_theory.streaming import Resident, StreamedBytes, StreamedStep, streamed_bytes
+from lcsb.config import LCSBConfig
+from lcsb.engine.architecture import Architecture
+from lcsb.engine.engine import LoRASettings, Residency
+from lcsb.engine.rates import Rates, step_seconds
+
+#: numbers that the head may hold at once, the fastest first
+CHUNKS = tuple(1 << power for power in (22, 21, 20, 19, 18, 17, 16))
+
+
+class BudgetError(ValueError):
+    """A budget that cannot be met.
+
+    Attributes:
+        least_bytes: the least that can.
+    """
+
+    def __init__(self, ram: int, least_bytes: int, what: str) -> None:
+        super().__init__(
+            f"ram: {ram} bytes cannot hold {what}; the least budget that can is {least_bytes} bytes"
+        )
+        self.least_bytes = least_bytes
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What no count of tensors knows, measured (see constants.json for where and when).
+
+    Attributes:
+        floor_bytes: peak of a process that has imported the engine, and of one that has imported a Trainer.
+        runtime_bytes: code pages, threads and workspaces that the first step brings in.
+        layer_bytes: objects and file pages of one layer.
+        slack: memory that the allocator holds over the bytes of the tensors that come and go.
+        margin: share of the predicted peak that the budget must leave.
+        rates: seconds of this machine, for the order of sets where no profile is given.
+    """
+
+    floor_bytes: Mapping[str, int]
+    runtime_bytes: int
+    layer_bytes: int
+    slack: float
+    margin: float
+    rates: Rates
+
+
+@functools.cache
+def constants() -> Constants:
+    """The package's constants.json."""
+    text = resources.files("lcsb.engine").joinpath("constants.json").read_text(encoding="utf-8")
+    found = json.loads(text)
+    found.pop("provenance")
+    return Constants(**{**found, "rates": Rates(**found["rates"])})
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Predicted bytes of the whole process at the phase that needs most."""
+
+    phase: str
+    parts: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the engine is told to keep, and what that is predicted to take.
+
+    Attributes:
+        residency: for `Engine`.
+        peak: bytes by part at the phase that needs most.
+        phases: bytes by phase and part.
+        seconds: of one step by part; None where nothing was measured.
+        budget: bytes; None: no limit.
+        margin_bytes: what the budget must leave beyond the predicted peak.
+        least_bytes: the least budget that could be met.
+    """
+
+    residency: Residency
+    peak: Peak
+    phases: Mapping[str, Mapping[str, int]]
+    seconds: Mapping[str, float] | None
+    budget: int | None
+    margin_bytes: int
+    least_bytes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        residency = {**self.residency.__dict__, "folder": None}
+        if self.residency.folder is not None:
+            residency["folder"] = str(self.residency.folder)
+        return {
+            "residency": residency,
+            "peak": {"phase": self.peak.phase, "parts": dict(self.peak.parts), "total": self.peak.total},
+            "phases": {name: dict(parts) for name, parts in self.phases.items()},
+            "seconds": None if self.seconds is None else dict(self.seconds),
+            "budget": self.budget,
+            "margin_bytes": self.margin_bytes,
+            "least_bytes": self.least_bytes,
+        }
+
+
+def embedding_bytes(geometry: Geometry, folder_bytes: int | None) -> int:
+    """Bytes of one entry of the embedding in a folder of that size: 4, or 2 (also where the size is not known)."""
+    if folder_bytes is None:
+        return 2
+    return 4 if folder_bytes - geometry.packed_bytes() > 3 * geometry.embedding_weights else 2
+
+
+def plan(
+    architecture: Architecture,
+    *,
+    tokens: int,
+    rows: int = 1,
+    config: LCSBConfig | None = None,
+    lora: LoRASettings | None = None,
+    ram: int | None = None,
+    floor: int | None = None,
+    folder_bytes: int | None = None,
+    scratch: Path | None = None,
+    rates: Rates | None = None,
+) -> Plan:
+    """The fastest set of residents that fits.
+
+    Args:
+        architecture: of the model.
+        tokens, rows: of one batch.
+        config: mode, blocks and idle policy.
+        lora: rank and adapted projections.
+        ram: bytes of the whole process; None: no limit.
+        floor: bytes that the process holds before the engine is made; None: those of one with torch alone.
+        folder_bytes: of all tensors of the packed folder (tells the embedding's type).
+        scratch: folder for mapped files; None: nothing can be put in a file.
+        rates: of this machine, for `seconds` (see `lcsb.engine.rates.measured_rates`).
+
+    Raises:
+        BudgetError: the budget cannot be met; names the least that could.
+        ValueError: sizes below 1.
+    """
+    config, lora, fixed = config or LCSBConfig(), lora or LoRASettings(), constants()
+    step = StreamedStep(
+        architecture.geometry,
+        config.backward,
+        tokens,
+        rows,
+        config.layers_per_step,
+        config.schedule,
+        lora.r,
+        lora.targets,
+        embedding_bytes(architecture.geometry, folder_bytes),
+        windowed=any(window is not None and window < tokens for window in architecture.windows),
+    )
+    process = fixed.floor_bytes["torch"] if floor is None else floor
+
+    def counted(resident: Resident) -> StreamedBytes:
+        runtime = fixed.runtime_bytes + fixed.layer_bytes * architecture.layers
+        return streamed_bytes(step, resident, floor=process, runtime=runtime, slack=fixed.slack)
+
+    def needed(resident: Resident) -> int:
+        total = counted(resident).total
+        return total + _margin(total)
+
+    sets = list(_sets(scratch is not None))
+    least = min(needed(resident) for resident in sets)
+    fitting = [resident for resident in sets if ram is None or needed(resident) <= ram]
+    if not fitting:
+        assert ram is not None
+        raise BudgetError(ram, least, f"a step of {rows} x {tokens} tokens of this model")
+    filled = [_with_products(resident, architecture.layers, ram, needed) for resident in fitting]
+    used = rates or fixed.rates
+    best = min(filled, key=lambda one: (sum(step_seconds(step, one, used).values()), needed(one)))
+    peak = counted(best)
+    return Plan(
+        Residency(
+            best.weights,
+            best.head,
+            best.states,
+            best.inputs,  # type: ignore[arg-type]
+            best.products,
+            best.chunk,
+            scratch,
+        ),
+        Peak(peak.phase, peak.parts()),
+        peak.phases,
+        None if rates is None else step_seconds(step, best, rates),
+        ram,
+        _margin(peak.total),
+        least,
+    )
+
+
+def _sets(scratch: bool) -> Iterator[Resident]:
+    """Every set without kept products. Without a folder nothing is put into a file."""
+    flags = (True, False)
+    for weights, head, states, place, chunk in itertools.product(
+        flags, flags, flags if scratch else (True,), ("memory", "file" if scratch else "bfloat16"), CHUNKS
+    ):
+        yield Resident(weights, head, states, place, 0, chunk)
+
+
+def _with_products(
+    resident: Resident, layers: int, ram: int | None, needed: Callable[[Resident], int]
+) -> Resident:
+    """The same set with the products of as many layers as fit: each saves its share of the recompute."""
+    low, high = 0, layers
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = ram is None or needed(replace(resident, products=middle)) <= ram
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return replace(resident, products=low)
+
+
+def _margin(total: int) -> int:
+    return int(constants().margin * total)
