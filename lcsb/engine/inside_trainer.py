@@ -75,7 +75,8 @@ def refuse_engine_options(args: Any) -> None:
     }
     for name, value in unwanted.items():
         if value:
-            raise ValueError(f"{name} is {value}: the memory engine does not compute it; leave it out")
+            hint = " (EngineModel(compute_dtype='bfloat16') asks for it)" if name == "bf16" else ""
+            raise ValueError(f"{name} is {value}: the memory engine does not take it; leave it out{hint}")
     if args.device.type != "cpu":
         raise ValueError(
             f"device {args.device}: inside a Trainer the memory engine computes on the CPU; set use_cpu=True"

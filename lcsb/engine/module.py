@@ -13,6 +13,7 @@ from __future__ import annotations
 import difflib
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +32,8 @@ from lcsb.engine.selection import EngineSelection
 from lcsb.engine.states import LayerStates
 from lcsb.gguf_files import BUILTIN_MODELS
 
-#: what a Trainer's first steps load beyond what is loaded when the model is made (27 MiB measured)
-_TRAINER_BYTES = 32 << 20
+#: what a Trainer loads between the making of its model and its first step (13 MiB measured)
+_TRAINER_BYTES = 16 << 20
 _ABSENT = (
     "config",
     "generate",
@@ -65,7 +66,9 @@ class EngineModel(nn.Module):
         seed: of the adapters' start.
         rows, tokens: the largest batch [rows, tokens] that will be trained, which the budget is planned for; a larger
             one is planned for when it comes. Evaluation takes as many rows at once as fit.
-        scratch: folder for temporary files (layer inputs); None: none are made.
+        scratch: folder for temporary files (layer inputs), should the plan need one; None: the system's.
+        compute_dtype: of products with the weights: float32, bfloat16, or auto (the faster one on this machine, so that
+            numbers may differ from machine to machine).
 
     Attributes:
         engine: computes losses and gradients.
@@ -93,10 +96,11 @@ class EngineModel(nn.Module):
         rows: int = 1,
         tokens: int = 1,
         scratch: Path | None = None,
+        compute_dtype: str = "float32",
     ) -> None:
         super().__init__()
         self.name_or_path, self.lcsb_config = str(folder), config or LCSBConfig()
-        self._path, self._scratch = packed_folder(folder), scratch
+        self._path, self._scratch = packed_folder(folder), scratch or Path(tempfile.gettempdir())
         self._lora = LoRASettings(r, float(alpha), _projections(target_modules))
         self._floor: int | None = None
         self._knows_trainer = False
@@ -104,7 +108,14 @@ class EngineModel(nn.Module):
         self.plan: Any = None
         self.selection: EngineSelection | None = None
         residency = self._residency()
-        self.engine = Engine(self._path, self.lcsb_config, lora=self._lora, residency=residency, seed=seed)
+        self.engine = Engine(
+            self._path,
+            self.lcsb_config,
+            lora=self._lora,
+            residency=residency,
+            seed=seed,
+            compute_dtype=compute_dtype,
+        )
         self.engine.states = _AdaptersOnly(self.engine.states)
         self._layers: list[nn.Module] = []
         self.adapters = self._make_parameters()
@@ -180,6 +191,7 @@ class EngineModel(nn.Module):
             floor=self._floor + self._beside(architecture),
             folder_bytes=sum(folder.nbytes(name) for name in folder.names()),
             scratch=self._scratch,
+            states_in_file=False,
         )
         residency: Residency = self.plan.residency
         if residency.folder is not None:
@@ -274,7 +286,7 @@ class EngineModel(nn.Module):
             )
         if torch.is_autocast_enabled("cpu"):
             raise ValueError(
-                "EngineModel.forward: inside autocast; the memory engine computes in float32 (bf16=False)"
+                "EngineModel.forward: inside autocast; leave bf16 out (EngineModel(compute_dtype='bfloat16') is there)"
             )
         vocabulary = self.engine.architecture.vocabulary
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:

@@ -141,6 +141,7 @@ def plan(
     folder_bytes: int | None = None,
     scratch: Path | None = None,
     rates: Rates | None = None,
+    states_in_file: bool = True,
 ) -> Plan:
     """The fastest set of residents that fits.
 
@@ -154,6 +155,7 @@ def plan(
         folder_bytes: of all tensors of the packed folder (tells the embedding's type).
         scratch: folder for mapped files; None: nothing can be put in a file.
         rates: of this machine, for `seconds` (see `lcsb.engine.rates.measured_rates`).
+        states_in_file: whether adapters and moments may lie in a file (a Trainer's optimiser has them in memory).
 
     Raises:
         BudgetError: the budget cannot be met; names the least that could.
@@ -182,7 +184,7 @@ def plan(
         total = counted(resident).total
         return total + _margin(total)
 
-    sets = list(_sets(scratch is not None))
+    sets = [resident for resident in _sets(scratch is not None) if states_in_file or resident.states]
     least = min(needed(resident) for resident in sets)
     fitting = [resident for resident in sets if ram is None or needed(resident) <= ram]
     if not fitting:
