@@ -16,8 +16,9 @@ from lcsb.measure.memory import AnonymousPeak, read_status
 def serve(spec: Mapping[str, Any], channel: Channel) -> None:
     """Answer requests until the benchmark goes.
 
-    Spec: folder, mode, layers_per_step, rank, ram (bytes; None: everything resident), scratch, windows (token ids of
-    successive steps), threads, cold (drop the model's pages before each step), sample (follow RssAnon).
+    Spec: folder, mode, layers_per_step, rank, ram (bytes; None: no limit), rates (of this machine, or None), scratch,
+    windows (token ids of successive steps), threads, cold (drop the model's pages before each step), sample (follow
+    RssAnon).
     """
     with AnonymousPeak() if spec["sample"] else contextlib.nullcontext() as anonymous:
         session = EngineSession(spec)
@@ -147,14 +148,26 @@ def _timed_outside(engine: Any, found: list[dict[str, Any]]) -> Iterator[None]:
 
 
 def plan_residency(spec: Mapping[str, Any], config: Any, lora: Any) -> tuple[Any, dict[str, Any]]:
-    """What stays in memory under the budget, and what the planner predicted (bytes and seconds by part)."""
-    from lcsb.engine.engine import Residency
+    """What stays in memory under the budget (None: all that there is), and what was predicted for it."""
+    from lcsb.engine.architecture import Architecture
+    from lcsb.engine.mapped import MappedFolder
+    from lcsb.engine.planner import plan
+    from lcsb.engine.rates import Rates
 
-    if spec["ram"] is None:
-        return Residency(), {"by": "everything resident"}
-    scratch = Path(spec["scratch"])
-    residency = Residency(weights=False, head=False, states=False, inputs="file", folder=scratch)
-    return residency, {"by": "least residency"}
+    folder = MappedFolder(Path(spec["folder"]))
+    found = plan(
+        Architecture.from_config(folder.config, str(folder.folder / "config.json")),
+        tokens=len(spec["windows"][0]),
+        config=config,
+        lora=lora,
+        ram=spec["ram"],
+        folder_bytes=sum(folder.nbytes(name) for name in folder.names()),
+        scratch=Path(spec["scratch"]),
+        rates=Rates(**spec["rates"]) if spec.get("rates") else None,
+    )
+    described = found.as_dict()
+    described["residency"].pop("folder")  # a place of this machine
+    return found.residency, described
 
 
 def drop_pages(folder: Path) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from bcd_theory.geometry import MIB, Geometry
-from lcsb.bench.cases import Case, verdict
-from lcsb.bench.memory import Report, Setup, measure_arm
+from lcsb.bench.cases import Case
+from lcsb.bench.memory import Report, Setup, measure_arm, prediction
 from lcsb.bench.store import Store
 from reports.strict import write_text
 
@@ -26,8 +26,6 @@ SWEEPS: Mapping[str, tuple[int, ...]] = {
     "layers": (4, 8, 16, 32, 64),
     "vocabulary": (16384, 32768, 65536, 131072, 262144),
 }
-#: largest relative error of a predicted peak
-WITHIN = 0.10
 
 
 def points(
@@ -60,6 +58,8 @@ def measure_growth(
     store = Store(out, setup.threads)
     sweeps = points(tokens=setup.tokens) if sweeps is None else sweeps
     plan = [(name, *point) for name, found in sweeps.items() for point in found]
+    rates = store.part("rates", {"threads": setup.threads}, functools.partial(machine_rates, setup.threads))
+    setup = replace(setup, rates={name: rate for name, rate in rates.items() if name != "load_average"})
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in sweeps}
     with progress("growth") as show:
         for done, (name, value, geometry, tokens) in enumerate(plan):
@@ -69,9 +69,25 @@ def measure_growth(
             measure = functools.partial(measure_arm, case, "full", one)
             found = store.part(f"{case.name}.{tokens}", one.settings(case, arm="full"), measure)
             rows[name].append(_row(value, tokens, found))
-    report = store.whole("growth", setup.described(), base=asdict(BASE), sweeps=rows)
+    report = store.whole(
+        "growth", setup.described(), base=asdict(BASE), rates=dict(setup.rates or {}), sweeps=rows
+    )
     write_text(out.with_suffix(".svg"), draw(report["sweeps"]))
     return report
+
+
+def machine_rates(threads: int) -> dict[str, float]:
+    """What a second of this machine does, for predicted seconds; measured here and now."""
+    import torch
+
+    from lcsb.engine.rates import measured_rates
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return asdict(measured_rates())
+    finally:
+        torch.set_num_threads(before)
 
 
 def _label(geometry: Geometry) -> str:
@@ -81,18 +97,17 @@ def _label(geometry: Geometry) -> str:
 
 
 def _row(value: int, tokens: int, found: Mapping[str, Any]) -> dict[str, Any]:
-    planned = found["planned"] or {}
-    predicted, seconds = planned.get("peak_bytes"), planned.get("seconds")
-    off = None if predicted is None else abs(predicted / found["peak_bytes"] - 1)
+    planned = found["planned"]
+    seconds = planned["seconds"]
     return {
         "name": str(value),
         "value": value,
         "tokens": tokens,
         "peak_bytes": found["peak_bytes"],
-        "predicted_bytes": predicted,
+        "predicted_bytes": planned["peak"]["total"],
         "seconds": found["seconds"],
-        "predicted_seconds": seconds,
-        "error": verdict(off, None if off is None else WITHIN),
+        "predicted_seconds": None if seconds is None else sum(seconds.values()),
+        "error": prediction(found),
         "planned": planned,
         "load_average": found["load_average"],
     }

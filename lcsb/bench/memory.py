@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,8 @@ from lcsb.bench.products import PARTS
 from lcsb.bench.store import Store
 
 Report = Callable[[float, str], None]
+#: largest relative error of a predicted peak
+PREDICTED_WITHIN = 0.10
 #: rows of tokens that successive steps go through, the same for every arm
 WINDOWS = 8
 
@@ -32,6 +34,7 @@ class Setup:
         models: where folders of random weights lie.
         steps: steps of each arm; None: one cycle, and two steps where the cycle is one step.
         cold: drop the model's pages from the page cache before each step of ours.
+        rates: of this machine, for predicted seconds; None: none are predicted.
         allocator: name of the peers' allocator settings; ours are what the engine itself makes of the system's.
     """
 
@@ -42,10 +45,11 @@ class Setup:
     steps: int | None = None
     cold: bool = False
     allocator: str = "small"
+    rates: Mapping[str, float] | None = None
 
     def described(self) -> dict[str, Any]:
-        """Everything but the place of files."""
-        return {key: value for key, value in asdict(self).items() if key != "models"}
+        """Everything but the place of files, and rates, which no two measurements give alike."""
+        return {key: value for key, value in asdict(self).items() if key not in ("models", "rates")}
 
     def settings(self, case: Case, **more: Any) -> dict[str, Any]:
         """What a part was measured with: what it must agree in to be found again."""
@@ -66,6 +70,7 @@ class Setup:
             "cycle": BLOCKS,
             "rank": self.rank,
             "ram": case.memory_limit,
+            "rates": self.rates,
             "scratch": scratch,
             "windows": windows,
             "threads": self.threads,
@@ -111,8 +116,15 @@ def measure_products(case: Case, setup: Setup) -> dict[str, Any]:
     """Seconds of the model's own matrix products, by part."""
     spec = setup.spec(case, "products", Path(), [], "")
     with BenchProcess(spec, {}) as process:
-        seconds = process.ask({"do": "measure"})
+        seconds = process.ask({"do": "measure", "repeats": 2})
         return {"seconds": seconds, **process.ready}
+
+
+def prediction(found: Mapping[str, Any]) -> dict[str, Any]:
+    """How far the predicted peak is from the measured one, relative to it."""
+    if not found["planned"]:
+        return verdict(None, None)
+    return verdict(abs(found["planned"]["peak"]["total"] / found["peak_bytes"] - 1), PREDICTED_WITHIN)
 
 
 def row_of(
@@ -125,6 +137,7 @@ def row_of(
         "page_cache": "cold" if cold else "warm",
         **found,
         "peak": verdict(found["peak_bytes"], case.memory_limit if arm in OURS else None),
+        "prediction": prediction(found),
     }
     if products is not None:
         alone = sum(products["seconds"][part]["cpu"] for part in PARTS)

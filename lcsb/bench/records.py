@@ -32,6 +32,7 @@ class MemoryArm(_Record):
     what: str
     page_cache: Literal["warm", "cold"]
     peak: Verdict
+    prediction: Verdict
     peak_bytes: int
     anonymous_bytes: int | None
     floor_bytes: int
@@ -140,7 +141,7 @@ class GrowthPoint(_Record):
     value: int
     tokens: int
     peak_bytes: int
-    predicted_bytes: int | None
+    predicted_bytes: int
     seconds: dict[Clock, float]
     predicted_seconds: float | None
     error: Verdict
@@ -153,6 +154,7 @@ class GrowthReport(_Report):
 
     benchmark: Literal["growth"]
     base: dict[str, Any]
+    rates: dict[str, float]
     sweeps: dict[str, list[GrowthPoint]]
 
 

@@ -68,7 +68,10 @@ def measure_case(
                     first_losses[arm] = found["loss"]
                 # The products stand beside the forward pass, the two being compared.
                 if arm == forward:
-                    pair = processes[arm].ask({"do": "forward"}), processes["products"].ask({"do": "measure"})
+                    pair = (
+                        processes[arm].ask({"do": "forward"}),
+                        processes["products"].ask({"do": "measure", "repeats": 1}),
+                    )
                     if turn:
                         passes.append(pair[0])
                         products.append(pair[1])

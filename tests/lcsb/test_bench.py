@@ -225,13 +225,17 @@ def test_speed_is_judged_against_qlora():
 
 
 def test_a_peer_has_no_memory_target():
-    found = {"peak_bytes": 10**10, "seconds": {"cpu": 2.0, "wall": 2.0}}
+    found = {"peak_bytes": 10**10, "seconds": {"cpu": 2.0, "wall": 2.0}, "planned": None}
     products = {"seconds": {part: {"cpu": 0.25, "wall": 1.0} for part in PARTS}}
     case = CASES["smollm2-135m"]
     assert row_of(case, "qlora", found, False, None)["peak"]["met"] is None
     ours = row_of(case, "full", found, False, products)
     assert ours["peak"]["met"] is False
     assert ours["times_products"] == 2.0
+    assert ours["prediction"]["met"] is None
+    for predicted, met in ((0.95e10, True), (0.89e10, False), (1.11e10, False)):
+        found["planned"] = {"peak": {"total": predicted}}
+        assert row_of(case, "full", found, False, products)["prediction"]["met"] is met
 
 
 def test_names_are_checked():
