@@ -210,14 +210,15 @@ def _memory_tables(report: Mapping[str, Any]) -> list[Any]:
     tables = []
     for name, case in report["cases"].items():
         table = Table(
-            "arm", "peak MiB", "anonymous", "floor", "CPU s/step", "wall", "x products",
+            "arm", "peak MiB", "predicted", "anonymous", "floor", "CPU s/step", "wall", "x products",
             title=f"{name} ({case['weights']})",
         )  # fmt: skip
         for row in case["arms"]:
             times = row["times_products"]
             name = row["name"] + (", cold" if row["page_cache"] == "cold" else "")
             table.add_row(
-                name, _against(row["peak"], _mib), _mib(row["anonymous_bytes"]), _mib(row["floor_bytes"]),
+                name, _against(row["peak"], _mib), _mib(row["planned"] and row["planned"]["peak"]["total"]),
+                _mib(row["anonymous_bytes"]), _mib(row["floor_bytes"]),
                 *(f"{row['seconds'][clock]:.2f}" for clock in ("cpu", "wall")),
                 "-" if times is None else f"{times:.2f}",
             )  # fmt: skip

@@ -16,7 +16,7 @@ from lcsb.bench import ledger
 from lcsb.bench.cases import ARMS, CASES, Case, chosen, verdict
 from lcsb.bench.channel import Stopwatch
 from lcsb.bench.engine_process import EngineSession
-from lcsb.bench.growth import measure_growth, points
+from lcsb.bench.growth import BASE, measure_growth, points
 from lcsb.bench.memory import Setup, measure_memory, row_of
 from lcsb.bench.peers import lisa_draws
 from lcsb.bench.processes import BenchProcess
@@ -314,17 +314,27 @@ def test_memory_of_random_weights(case, tmp_path, monkeypatch):
     assert times == {path: path.stat().st_mtime_ns for path in (tmp_path / "memory").iterdir()}
 
 
+def test_a_sweep_changes_one_thing():
+    for name, found in points().items():
+        for value, geometry, tokens in found:
+            changed = {"tokens": tokens, **dataclasses.asdict(geometry)}
+            assert changed.pop(name) == value
+            expected = {"tokens": 256, **dataclasses.asdict(BASE)}
+            del expected[name]
+            assert changed == expected
+
+
 @needs_proc
 def test_growth(tmp_path):
     """Each point is a model of its own, measured once where two sweeps share it; numbers and figure are written."""
     base = dataclasses.replace(SMALL, layers=2)
-    sweeps = points(base, {"tokens": (16, 32), "layers": (2,)}, tokens=16)
+    sweeps = points(base, {"tokens": (16,), "layers": (2,)}, tokens=16)
     setup = Setup(rank=4, models=tmp_path / "models")
     report = measure_growth(setup, tmp_path / "growth.json", silent, sweeps)
     GrowthReport.model_validate(read_json(tmp_path / "growth.json"))
-    assert [row["value"] for row in report["sweeps"]["tokens"]] == [16, 32]
+    assert [row["value"] for row in report["sweeps"]["tokens"]] == [16]
     assert report["sweeps"]["layers"][0]["peak_bytes"] == report["sweeps"]["tokens"][0]["peak_bytes"]
-    assert len(list((tmp_path / "growth").iterdir())) == 2
+    assert len(list((tmp_path / "growth").glob("2x*.json"))) == 1
     figure = (tmp_path / "growth.svg").read_text()
     assert figure.count("tokens in a row") == 2 and "words in the vocabulary" not in figure
 
