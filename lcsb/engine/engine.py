@@ -27,6 +27,7 @@ from lcsb.engine.layer import AdapterLayout, Layer, Positions, module_of
 from lcsb.engine.mapped import MappedFolder
 from lcsb.engine.packed import TileBuffer
 from lcsb.engine.projections import Adapters, Products
+from lcsb.engine.pull import gradient_below
 from lcsb.engine.states import AdamWSettings, LayerStates
 from lcsb.roles import plan_roles
 from lcsb.selective import NonFiniteError, StepRecord
@@ -261,7 +262,7 @@ class Engine:
             self.folder.release(self.head_name)
         if pull is None:
             return float(total), len(where), None
-        (inner,) = torch.autograd.grad(normed, x, pull / len(where))
+        inner = gradient_below(normed, x, pull / len(where))
         if len(where) == len(following):
             return float(total), len(where), inner
         return float(total), len(where), torch.zeros_like(hidden).index_copy_(0, where, inner)
@@ -319,10 +320,10 @@ class Engine:
                 attention = layer.attention(start, adapters, self._positions, products)
                 middle = (start.detach() + attention.detach()).requires_grad_()
             mlp = layer.mlp(middle, adapters, products)
-        grad = torch.autograd.grad(mlp, middle, grad)[0].add_(grad)
+        grad = gradient_below(mlp, middle, grad).add_(grad)
         del mlp
         if role != "mlp":
-            grad = torch.autograd.grad(attention, start, grad)[0].add_(grad)
+            grad = gradient_below(attention, start, grad).add_(grad)
         self._let_go(index)
         return grad
 

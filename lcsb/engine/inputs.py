@@ -50,7 +50,11 @@ class LayerInputs:
     def take(self, layer: int) -> Tensor:
         """The layer's input in float32; it is no longer kept."""
         kept = self._kept.pop(layer)
-        return kept.clone() if self._map is not None else kept.float()
+        if self._map is None:
+            return kept.float()
+        copy = kept.clone()
+        self._release(layer)
+        return copy
 
     def clear(self) -> None:
         """Keep nothing."""
