@@ -48,7 +48,7 @@ EMBEDDINGS: Final = ("source", "float32", "bfloat16", "float16")
 BLOCK_SIZES: Final = (64, 128, 256, 512, 1024, 2048, 4096)
 _NUMBERS_AT_ONCE: Final = 1 << 20
 # A chunk in float32 (4 MiB), what dequantisation and packing make of it, and room for the allocator; measured.
-_WORKING_BYTES: Final = 96 << 20
+_WORKING_BYTES: Final = 48 << 20
 _FORMAT: Final = 1
 
 Progress = Callable[[int, int, str], None]

@@ -31,7 +31,7 @@ SPLITS: Final[dict[str, str | None]] = {
     "llama-v3": _LLAMA3,
 }
 # Bytes that a word of the vocabulary takes while its tokenizer is written, with its merges; measured.
-BYTES_PER_WORD: Final = 700
+BYTES_PER_WORD: Final = 150
 
 
 def write_tokenizer(metadata: Mapping[str, Any], architecture: str, label: str, folder: Path) -> list[str]:
@@ -44,12 +44,13 @@ def write_tokenizer(metadata: Mapping[str, Any], architecture: str, label: str, 
         return [f"{label} holds no tokenizer, so neither does the result"]
     kind = metadata.get("tokenizer.ggml.model")
     tokens = list(metadata["tokenizer.ggml.tokens"])
+    gemma = kind == "llama" and architecture == "gemma3"
     spelled: dict[str, str] = {}
     if kind == "gpt2":
         core, spelled = _byte_level(metadata, tokens, label)
     elif kind == "llama":
-        core = _gemma() if architecture == "gemma3" else _sentencepiece()
-        if architecture == "gemma3":
+        core = _gemma() if gemma else _sentencepiece()
+        if gemma:
             # Words of spaces are stored as spaces, which the normaliser has replaced when a word is looked up.
             spelled = {t: _SPACE * len(t) for t in tokens if " " in t and not t.strip()}
     else:
@@ -73,7 +74,7 @@ def write_tokenizer(metadata: Mapping[str, Any], architecture: str, label: str, 
     )
     if "tokenizer.ggml.merges" in metadata:
         merges: Iterable[tuple[str, str]] = _given_merges(metadata["tokenizer.ggml.merges"])
-    elif architecture == "gemma3":
+    elif gemma:
         merges = _merges_by_place(vocabulary)
     else:
         merges = _merges_by_score(
@@ -87,10 +88,11 @@ def write_tokenizer(metadata: Mapping[str, Any], architecture: str, label: str, 
     config = {
         "backend": "tokenizers",
         "model_max_length": int(1e30),
-        "tokenizer_class": "GemmaTokenizer" if architecture == "gemma3" else "TokenizersBackend",
-        **special,
+        "tokenizer_class": "GemmaTokenizer" if gemma else "TokenizersBackend",
+        # A token that the file does not have is said to be none, or the class would put its own in its place.
+        **{f"{name}_token": special.get(f"{name}_token") for name in ("bos", "eos", "pad", "unk")},
     }
-    if architecture == "gemma3" and "<mask>" in vocabulary:
+    if gemma and "<mask>" in vocabulary:
         config["mask_token"] = "<mask>"
     (folder / "tokenizer_config.json").write_text(
         json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8"

@@ -107,7 +107,7 @@ def test_the_result_computes_the_same_in_transformers_and_in_the_engine(tmp_path
     with torch.no_grad():
         loss = theirs(input_ids=ids, labels=ids).loss
         assert torch.equal(ours(input_ids=ids, labels=ids).loss, loss)
-    total, count = Engine(tmp_path / "packed", lora=LoRASettings(r=4)).evaluate(ids)
+    total, count = Engine(tmp_path / "packed", lora=LoRASettings(r=4), compute_dtype="float32").evaluate(ids)
     assert total / count == pytest.approx(loss.item(), rel=1e-6)
     assert tokenizer("ab c").input_ids == tiny.tokenizer(97)("ab c").input_ids
 
@@ -481,7 +481,7 @@ def test_a_large_matrix_in_little_memory(tmp_path):
     config.save_pretrained(source)
     found = json.loads(child(source, tmp_path / "packed", check=True).stdout)
     assert found["heavy"] == []
-    assert found["peak"] <= found["least"] < 450_000_000
+    assert found["least"] - 100_000_000 < found["peak"] <= found["least"] < 400_000_000
     assert check(tmp_path / "packed")
 
 
@@ -496,7 +496,8 @@ def test_built_in_models_bit_for_bit(name, request, tmp_path):
         load_quantized(name)
     (theirs,) = cache.glob(f"{name}-nf4-*")
     found = json.loads(child(name, tmp_path / "packed", check=True).stdout)
-    assert found["heavy"] == [] and found["peak"] <= found["least"] < 500_000_000
+    assert found["heavy"] == []
+    assert found["least"] - 100_000_000 < found["peak"] <= found["least"] < 400_000_000
     same_tensors(saved_tensors(tmp_path / "packed"), saved_tensors(theirs))
     for file in ("tokenizer.json", "chat_template.jinja", "SOURCE.txt"):
         if (theirs / file).exists():
@@ -504,13 +505,15 @@ def test_built_in_models_bit_for_bit(name, request, tmp_path):
     same_settings(tmp_path / "packed", theirs)
 
 
-def same_settings(ours, theirs):
+def same_settings(ours, theirs, tokenizer=True):
     configs = [AutoConfig.from_pretrained(folder).to_dict() for folder in (ours, theirs)]
     for config in configs:
         for name in ("transformers_version", "_model_name_or_path", "_name_or_path", "pretraining_tp"):
             config.pop(name, None)
-        config["quantization_config"] = dict(sorted(config["quantization_config"].items()))
+        config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
     assert configs[0] == configs[1]
+    if not tokenizer:
+        return
     a, b = (AutoTokenizer.from_pretrained(folder) for folder in (ours, theirs))
     text = "The  quick\n\tbrown fox, don't: 12345 \u00fcber \u4f60\u597d <|im_end|><eos> \U0001f600"
     assert a(text).input_ids == b(text).input_ids and a.decode(a(text).input_ids) == b.decode(

@@ -32,7 +32,7 @@ def test_a_sixteenth_of_each_geometry_against_dense_autograd(name, tmp_path):
     model = dense_model(folder, alpha=ALPHA)
     local = sum(kind == "sliding_attention" for kind in model.config.layer_types)
     assert local == (geometry.layers - geometry.layers // 6 if name.startswith("gemma") else 0)
-    engine = Engine(folder, LCSBConfig("full"), lora=LoRASettings(r=4, alpha=ALPHA))
+    engine = Engine(folder, LCSBConfig("full"), lora=LoRASettings(r=4, alpha=ALPHA), compute_dtype="float32")
     engine.load_adapter_tensors(tiny_packed.adapters(model))
     ids = tiny_packed.tokens(model, 1, TOKENS)
     found = engine.loss_and_gradient(ids)
@@ -66,7 +66,7 @@ def test_transformers_loads_it_with_the_codes_of_the_file(tmp_path):
     assert {name.replace(".nested_", "") for name in state} == saved.keys()
     for name, value in saved.items():
         assert torch.equal(state[name].float().view(-1), value.float().view(-1)), name
-    engine = Engine(folder, LCSBConfig("full"), lora=LoRASettings(r=4))
+    engine = Engine(folder, LCSBConfig("full"), lora=LoRASettings(r=4), compute_dtype="float32")
     total, count = engine.evaluate(ids)
     assert total / count == pytest.approx(model(input_ids=ids, labels=ids).loss.item(), rel=1e-6)
     for name, parameter in dense.named_parameters():
