@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import gcd
 from typing import Final
 
 from bcd_theory.cost import BLOCK_SCHEDULES, MODES, choose
@@ -162,6 +163,22 @@ class PeakBytes:
         return {**asdict(self), "total": self.total}
 
 
+def tile_numbers(geometry: Geometry, tile_rows: int | None = 1024, block_size: int = 64) -> int:
+    """Entries of the largest tile: some `tile_rows` rows dequantised at a time; None: the whole matrix.
+
+    A tile ends with a whole quantisation block, so its rows are a multiple of block / gcd(columns, block).
+
+    >>> tile_numbers(Geometry(1, 96, 1000, 2, 1, 16, 100), 15)  # down_proj has 1,000 columns: 8 rows are whole blocks
+    8000
+    """
+    largest = 0
+    for rows, columns in geometry.projections().values():
+        step = max(1, block_size // gcd(columns, block_size))
+        whole = rows if tile_rows is None else max(step, tile_rows // step * step)
+        largest = max(largest, min(rows, whole) * columns)
+    return largest
+
+
 def activation_floats(geometry: Geometry, rank: int, fused_attention: bool = True, tokens: int = 1) -> int:
     """Numbers that autograd keeps for one token in one layer beyond the layer's input.
 
@@ -245,10 +262,9 @@ def peak_bytes(
             raise ValueError(f"{name} must be at least 1, got {value}")
     positions = batch * tokens
     selected, idle = saved_layers(geometry.layers, mode, layers_per_step, schedule)
-    shapes = list(geometry.projections().values())
     if quantised:
         matrices = geometry.packed_bytes(block_size, double_quantisation)
-        tile = max(min(rows, tile_rows or rows) * columns for rows, columns in shapes) * compute_bytes
+        tile = tile_numbers(geometry, tile_rows, block_size) * compute_bytes
     else:
         matrices, tile = geometry.layers * geometry.layer_weights * compute_bytes, 0
     if not weights_resident:

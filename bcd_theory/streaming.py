@@ -13,10 +13,9 @@ layers when it ends. Counts are exact for the shapes; what a phase holds at once
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from math import gcd
+from dataclasses import dataclass
 
-from bcd_theory.geometry import PROJECTIONS, Geometry, saved_layers
+from bcd_theory.geometry import PROJECTIONS, Geometry, saved_layers, tile_numbers
 
 FLOAT = 4
 
@@ -119,18 +118,14 @@ class StreamedStep:
         names = PROJECTIONS if self.geometry.norms > 2 else tuple(n for n in PROJECTIONS if n != "down_proj")
         return self.positions * sum(shapes[name][0] for name in names) * FLOAT
 
-    def tile_bytes(self, tile_rows: int = 1024, block_size: int = 64) -> int:
-        """The largest tile: about `tile_rows` rows, a whole number of quantisation blocks."""
-        tiles = []
-        for rows, columns in self.geometry.projections().values():
-            step = max(1, block_size // gcd(columns, block_size))
-            tiles.append(min(rows, max(step, tile_rows // step * step)) * columns)
-        return max(tiles) * FLOAT
-
     def head_words(self, chunk: int) -> int:
-        """Words of a chunk of the head."""
+        """Words of a chunk of the head: at most `chunk` logits, and numbers of its matrix (but at least 64 words)."""
         width = max(self.positions, self.geometry.hidden)
         return min(self.geometry.vocabulary, max(64, chunk // width))
+
+    def mask_bytes(self) -> tuple[int, int]:
+        """(the mask itself, what attention makes of it): truth values, and the same in float32."""
+        return (self.tokens**2, FLOAT * self.tokens**2) if self.windowed else (0, 0)
 
 
 def streamed_bytes(
@@ -147,84 +142,104 @@ def streamed_bytes(
     """
     geometry, positions = step.geometry, step.positions
     selected, idle = step.visited()
+    visited = selected + idle
     state = positions * geometry.hidden * FLOAT
-    packed = geometry.packed_bytes()
-    adapters = step.layer_adapter_bytes
+    packed, adapters = geometry.packed_bytes(), step.layer_adapter_bytes
     words = step.head_words(resident.chunk)
     head_width = words * geometry.hidden
-    embedding = geometry.embedding_weights * step.embedding_bytes
-    masks = 5 * step.tokens**2 if step.windowed else 0
     throughout = {
         "floor": floor,
         "runtime": runtime,
         "vectors": (geometry.layers * geometry.layer_vectors + geometry.hidden) * FLOAT,
-        "weights": packed if resident.weights else packed // geometry.layers,
-        "embedding": embedding if resident.head else 0,
-        "states": 3 * adapters * (geometry.layers if resident.states else 1),
-        "tile": step.tile_bytes(),
-        "tables": step.tokens * geometry.head_dim * FLOAT * (2 if step.windowed else 1) + masks,
+        "weights": packed if resident.weights else 0,
+        "embedding": geometry.vocabulary * geometry.hidden * step.embedding_bytes if resident.head else 0,
+        "states": 3 * adapters * geometry.layers if resident.states else 0,
+        "tile": tile_numbers(geometry) * FLOAT,
+        "tables": step.tokens * geometry.head_dim * FLOAT * (2 if step.windowed else 1)
+        + step.mask_bytes()[0],
         "head buffer": 0 if step.embedding_bytes == FLOAT else head_width * FLOAT,
     }
-    per_input = {"memory": state, "bfloat16": state // 2, "file": 0}[resident.inputs]
-    kept = {
-        "layer inputs": per_input * (selected + idle),
-        "products": step.product_bytes() * min(resident.products, selected + idle),
-    }
-
-    def slackened(number: int) -> int:
-        return int(slack * number)
-
+    # Pages of what is not resident: one layer's weights and states at a time, and one chunk of the head.
+    layer_pages = 0 if resident.weights else packed // geometry.layers
+    state_pages = 0 if resident.states else 3 * adapters
     chunk_pages = 0 if resident.head else head_width * step.embedding_bytes
+    per_input = {"memory": state, "bfloat16": state // 2, "file": 0}[resident.inputs]
+
+    def kept(below: int) -> dict[str, int]:
+        """What is kept for backward of the `below` lowest layers that it visits."""
+        products = max(0, min(resident.products, visited) - (visited - below))
+        return {"layer inputs": per_input * below, "products": step.product_bytes() * products}
+
+    def layer(activations: int) -> dict[str, int]:
+        return {"pages": layer_pages + state_pages, "activations": int(slack * activations)}
+
+    # Kept in memory, the input of the layer at work is among those that are kept.
+    own = 0 if resident.inputs == "memory" and visited else state
     phases = {
-        "forward": {**kept, "activations": slackened(forward_bytes(step))},
+        "forward": {**kept(visited), **layer(forward_bytes(step) + own)},
         "head": {
-            **kept,
-            "activations": slackened(6 * state),
-            "logits": slackened(positions * words * FLOAT),
-            "head chunk": chunk_pages,
+            **kept(visited),
+            "pages": chunk_pages,
+            # the last layer's output, its rows with targets, these normed, the sum of the words' pulls, target words
+            "activations": int(slack * 5 * state),
+            # of this chunk and of the one before, which is let go once the product is made
+            "logits": int(slack * 2 * positions * words * FLOAT),
         },
-        "backward": {
-            **kept,
-            "activations": slackened(backward_bytes(step)),
-            "gradients": adapters,
-        },
-        "end of backward": {
-            "activations": slackened(backward_bytes(step)),
+        "backward": max(
+            (
+                {
+                    **kept(index),
+                    **layer(backward_bytes(step, "selected" if index < selected else step.mode)),
+                    "gradients": adapters * max(0, selected - index),
+                }
+                for index in range(visited)
+            ),
+            key=lambda parts: sum(parts.values()),
+        ),
+        "optimiser": {
+            "pages": state_pages,
             "gradients": adapters * selected,
+            "activations": int(slack * 2 * adapters),
         },
-        "optimiser": {"gradients": adapters * selected, "activations": slackened(2 * adapters)},
     }
     return StreamedBytes(throughout, phases)
 
 
 def forward_bytes(step: StreamedStep) -> int:
-    """What one layer holds at once without a graph: the larger of its two branches."""
-    g, n = step.geometry, step.positions
-    queries, keys = g.heads * g.head_dim, g.kv_heads * g.head_dim
-    # q, k, v, both rotated, k and v repeated for each query head, the attention's output
-    attention = 2 * g.hidden + 5 * queries + 3 * keys
-    mlp = 3 * g.hidden + 3 * g.intermediate
-    return n * max(attention, mlp) * FLOAT
+    """What one layer's forward pass holds at once beside its input: the larger of its two branches.
 
-
-def backward_bytes(step: StreamedStep) -> int:
-    """What one selected layer holds at once: graphs of both branches, and the gradients inside the MLP.
-
-    Of the MLP: gate, its activation, up, their product; gradients of the product and of the two factors.
+    Attention: the normed state, q, k and v, the normed (Gemma, Qwen3) and rotated q and k, attention's output and its
+    projection. MLP: the state between the branches, attention's output, the normed state, gate, up and the activation
+    of gate, where gate is let go before the projection is made.
     """
-    g, n = step.geometry, step.positions
-    queries, keys = g.heads * g.head_dim, g.kv_heads * g.head_dim
-    attention = 2 * g.hidden + 4 * queries + 4 * keys
-    mlp = 3 * g.hidden + 7 * g.intermediate
-    gradient = 2 * g.hidden
-    return n * (attention + mlp + gradient) * FLOAT
+    g = step.geometry
+    h, i, q, k = g.hidden, g.intermediate, g.heads * g.head_dim, g.kv_heads * g.head_dim
+    normed = h if g.norms > 2 else 0
+    attention = h + (q + 2 * k) + (q + k) + max(q + k if g.qk_norm else 0, q + h + normed)
+    mlp = 3 * h + max(3 * i, 2 * i + h + normed)
+    return step.positions * max(attention, mlp) * FLOAT + step.mask_bytes()[1]
 
 
-def least_resident(step: StreamedStep, chunk: int = 1 << 22) -> Resident:
-    """What needs least memory while every number stays the same."""
-    return Resident(weights=False, head=False, states=False, inputs="file", products=0, chunk=chunk)
+def backward_bytes(step: StreamedStep, role: str = "selected") -> int:
+    """What backward through one layer holds at once: both branches' graphs, and the gradients inside one of them.
 
+    The layer's input and the gradient above it. Attention's graph: the normed state, rotated q and k (before their
+    norms too, where they are normed), v, the output, its logarithms of sums, its projection, the state between the
+    branches. The MLP's: the normed state, gate, its activation, up, their product. Then the gradients of the product
+    and of its two factors; or, with the MLP's graph gone, those inside attention.
 
-def with_products(resident: Resident, layers: int) -> Resident:
-    """The same with the outputs of so many layers' projections kept."""
-    return replace(resident, products=layers)
+    Args:
+        role: selected; mlp (idle: no graph through attention); anything else (idle: no projection keeps its input).
+    """
+    g = step.geometry
+    h, i, q, k = g.hidden, g.intermediate, g.heads * g.head_dim, g.kv_heads * g.head_dim
+    normed = h if g.norms > 2 else 0
+    selected = role == "selected"
+    attention = (q + k) + k + q + g.heads + 2 * h + normed
+    attention += q + k if g.qk_norm else 0
+    attention += h + 4 * step.rank if selected else 0
+    mlp = 3 * i + 2 * normed + (h + i + 3 * step.rank if selected else 0)
+    within_mlp = 2 * h + mlp + 3 * i + normed + (0 if role == "mlp" else attention)
+    within_attention = 0 if role == "mlp" else 3 * h + attention + normed + 2 * q + (q + 2 * k)
+    mask = 0 if role == "mlp" else step.mask_bytes()[1]
+    return step.positions * max(within_mlp, within_attention) * FLOAT + mask

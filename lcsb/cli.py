@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from lcsb.commands import bench, convert, models, runs, tools
+from lcsb.commands import bench, convert, models, plan, runs, tools
 from lcsb.commands.common import (
     BAD_INPUT,
     FAILED,
@@ -47,6 +47,7 @@ app.command()(runs.report)
 app.command()(tools.doctor)
 app.command()(tools.bounds)
 app.command()(convert.convert)
+app.command()(plan.plan)
 app.add_typer(bench.app, name="bench")
 
 

@@ -56,7 +56,7 @@ class MappedFolder:
 
     def __init__(self, folder: Path, files: Sequence[Path] | None = None) -> None:
         self.folder = Path(folder)
-        self.config: dict[str, Any] = _read_json(self.folder / "config.json")
+        self.config: dict[str, Any] = read_json(self.folder / "config.json")
         self._places: dict[str, _Place] = {}
         self._paths: list[Path] = []
         self._maps: list[mmap.mmap] = []
@@ -198,7 +198,12 @@ class MappedFolder:
         return None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ValueError: not there, not JSON, or no object; names the file.
+    """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

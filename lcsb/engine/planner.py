@@ -12,7 +12,6 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from lcsb.engine.architecture import Architecture
 from lcsb.engine.engine import LoRASettings, Residency
 from lcsb.engine.rates import Rates, step_seconds
 
+CONSTANTS = Path(__file__).with_name("constants.json")
 #: numbers that the head may hold at once, the fastest first
 CHUNKS = tuple(1 << power for power in (22, 21, 20, 19, 18, 17, 16))
 
@@ -48,7 +48,6 @@ class Constants:
     Attributes:
         floor_bytes: peak of a process that has imported the engine, and of one that has imported a Trainer.
         runtime_bytes: code pages, threads and workspaces that the first step brings in.
-        layer_bytes: objects and file pages of one layer.
         slack: memory that the allocator holds over the bytes of the tensors that come and go.
         margin: share of the predicted peak that the budget must leave.
         rates: seconds of this machine, for the order of sets where no profile is given.
@@ -56,7 +55,6 @@ class Constants:
 
     floor_bytes: Mapping[str, int]
     runtime_bytes: int
-    layer_bytes: int
     slack: float
     margin: float
     rates: Rates
@@ -65,8 +63,7 @@ class Constants:
 @functools.cache
 def constants() -> Constants:
     """The package's constants.json."""
-    text = resources.files("lcsb.engine").joinpath("constants.json").read_text(encoding="utf-8")
-    found = json.loads(text)
+    found = json.loads(CONSTANTS.read_text(encoding="utf-8"))
     found.pop("provenance")
     return Constants(**{**found, "rates": Rates(**found["rates"])})
 
@@ -129,6 +126,37 @@ def embedding_bytes(geometry: Geometry, folder_bytes: int | None) -> int:
     return 4 if folder_bytes - geometry.packed_bytes() > 3 * geometry.embedding_weights else 2
 
 
+def streamed_step(
+    architecture: Architecture,
+    tokens: int,
+    rows: int = 1,
+    config: LCSBConfig | None = None,
+    lora: LoRASettings | None = None,
+    folder_bytes: int | None = None,
+) -> StreamedStep:
+    """The step as `bcd_theory.streaming` counts it; arguments as in `plan`."""
+    config, lora = config or LCSBConfig(), lora or LoRASettings()
+    return StreamedStep(
+        architecture.geometry,
+        config.backward,
+        tokens,
+        rows,
+        config.layers_per_step,
+        config.schedule,
+        lora.r,
+        lora.targets,
+        embedding_bytes(architecture.geometry, folder_bytes),
+        windowed=any(window is not None and window < tokens for window in architecture.windows),
+    )
+
+
+def counted_bytes(step: StreamedStep, resident: Resident, floor: int | None = None) -> StreamedBytes:
+    """Predicted bytes of the whole process by part, with the package's constants."""
+    fixed = constants()
+    process = fixed.floor_bytes["torch"] if floor is None else floor
+    return streamed_bytes(step, resident, floor=process, runtime=fixed.runtime_bytes, slack=fixed.slack)
+
+
 def plan(
     architecture: Architecture,
     *,
@@ -161,27 +189,10 @@ def plan(
         BudgetError: the budget cannot be met; names the least that could.
         ValueError: sizes below 1.
     """
-    config, lora, fixed = config or LCSBConfig(), lora or LoRASettings(), constants()
-    step = StreamedStep(
-        architecture.geometry,
-        config.backward,
-        tokens,
-        rows,
-        config.layers_per_step,
-        config.schedule,
-        lora.r,
-        lora.targets,
-        embedding_bytes(architecture.geometry, folder_bytes),
-        windowed=any(window is not None and window < tokens for window in architecture.windows),
-    )
-    process = fixed.floor_bytes["torch"] if floor is None else floor
-
-    def counted(resident: Resident) -> StreamedBytes:
-        runtime = fixed.runtime_bytes + fixed.layer_bytes * architecture.layers
-        return streamed_bytes(step, resident, floor=process, runtime=runtime, slack=fixed.slack)
+    step = streamed_step(architecture, tokens, rows, config, lora, folder_bytes)
 
     def needed(resident: Resident) -> int:
-        total = counted(resident).total
+        total = counted_bytes(step, resident, floor).total
         return total + _margin(total)
 
     sets = [resident for resident in _sets(scratch is not None) if states_in_file or resident.states]
@@ -191,9 +202,9 @@ def plan(
         assert ram is not None
         raise BudgetError(ram, least, f"a step of {rows} x {tokens} tokens of this model")
     filled = [_with_products(resident, architecture.layers, ram, needed) for resident in fitting]
-    used = rates or fixed.rates
+    used = rates or constants().rates
     best = min(filled, key=lambda one: (sum(step_seconds(step, one, used).values()), needed(one)))
-    peak = counted(best)
+    peak = counted_bytes(step, best, floor)
     return Plan(
         Residency(
             best.weights,

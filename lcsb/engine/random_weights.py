@@ -107,6 +107,16 @@ def write_random(
     return Path(folder)
 
 
+def config_of(name: str) -> dict[str, Any]:
+    """config.json of a named geometry, as `write_random` writes it.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    shape = _named(name)
+    return _config(shape, family_of(shape), _WINDOWS.get(name, 512))
+
+
 def _named(name: str) -> Geometry:
     if name not in GEOMETRIES:
         near = difflib.get_close_matches(name, GEOMETRIES, n=1)

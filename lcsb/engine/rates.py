@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from bcd_theory.streaming import FLOAT, Resident, StreamedStep, backward_bytes, forward_bytes
+from lcsb.engine.kernels import kernel
 
 
 @dataclass(frozen=True)
@@ -65,15 +69,12 @@ def step_seconds(step: StreamedStep, kept: Resident, rates: Rates) -> dict[str, 
 @functools.cache
 def measured_rates() -> Rates:
     """Rates of this process with the threads that torch has now; takes a second or two, once."""
-    import torch
 
-    from lcsb.engine.kernels import kernel
-
-    def best(run: object, number: float) -> float:
+    def best(run: Callable[[], object], number: float) -> float:
         seconds = []
-        for _ in range(4):  # the first one warms up
+        for _ in range(6):  # the first one warms up; of the others the one that was disturbed least counts
             begin = time.perf_counter()
-            run()  # type: ignore[operator]
+            run()
             seconds.append(time.perf_counter() - begin)
         return number / max(min(seconds[1:]), 1e-9)
 
@@ -84,7 +85,7 @@ def measured_rates() -> Rates:
     return Rates(
         products=best(lambda: torch.mm(x, w.T, out=y), 2.0 * 256 * rows * rows),
         dequantised=best(lambda: unpack(codes, scales, 64, w), float(rows * rows)),
-        moved=best(lambda: x * 2.0, float(x.numel())),
+        moved=best(lambda: w.mul_(1.0), float(w.numel())),
         mapped=best(lambda: torch.empty(1 << 22, dtype=torch.uint8).fill_(1), float(1 << 22)),
         filed=best(lambda: torch.empty(1 << 20).copy_(w.view(-1)), float(1 << 22)),
     )
