@@ -198,6 +198,8 @@ def plan(
     sets = [resident for resident in _sets(scratch is not None) if states_in_file or resident.states]
     least = min(needed(resident) for resident in sets)
     fitting = [resident for resident in sets if ram is None or needed(resident) <= ram]
+    # Rounding changes the numbers: only where nothing else fits.
+    fitting = [resident for resident in fitting if resident.inputs != "bfloat16"] or fitting
     if not fitting:
         assert ram is not None
         raise BudgetError(ram, least, f"a step of {rows} x {tokens} tokens of this model")
