@@ -98,7 +98,8 @@ class Engine:
         optimizer: AdamW's settings.
         residency: what stays in memory.
         seed: of the adapters' start and of schedules that draw.
-        compute_dtype: of the large products: auto (the faster one, measured), float32 or bfloat16.
+        compute_dtype: of the large products: float32, bfloat16, or auto (bfloat16 where it is measured to be faster;
+            then the numbers depend on the machine).
         device: `cpu` or a CUDA device. Weights, adapters and moments stay in main memory in either case.
 
     Attributes:
@@ -118,7 +119,7 @@ class Engine:
         optimizer: AdamWSettings | None = None,
         residency: Residency | None = None,
         seed: int = 0,
-        compute_dtype: str = "auto",
+        compute_dtype: str = "float32",
         device: str | torch.device = "cpu",
     ) -> None:
         self.config = config or LCSBConfig()
@@ -205,8 +206,9 @@ class Engine:
             self.states.release(index)
 
     def _forward(self, ids: Tensor, roles: Sequence[str] | None = None, kept: _Kept | None = None) -> Tensor:
-        if self._positions is None or (self._positions.rows, self._positions.tokens) != tuple(ids.shape):
-            self._positions = Positions(*ids.shape, self.architecture.head_dim, self.device)
+        rows, tokens = ids.shape
+        if self._positions is None or (self._positions.rows, self._positions.tokens) != (rows, tokens):
+            self._positions = Positions(rows, tokens, self.architecture.head_dim, self.device)
         hidden = self._embed(ids)
         for index, layer in enumerate(self.layers):
             role = roles[index] if roles else "below"
