@@ -16,6 +16,7 @@ BLOCKS = 4
 OURS = ("full", "exact", "identity", "mlp")
 PEERS = ("qlora", "badam", "lisa")
 ARMS = (*OURS, *PEERS)
+COMPUTE_TYPES = ("float32", "bfloat16")
 
 #: what each arm is, for tables and readers of the JSON
 DESCRIPTIONS: Mapping[str, str] = {

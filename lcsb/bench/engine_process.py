@@ -17,8 +17,8 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
     """Answer requests until the benchmark goes.
 
     Spec: folder, mode, layers_per_step, rank, ram (bytes; None: no limit), rates (of this machine, or None), scratch,
-    windows (token ids of successive steps), threads, cold (drop the model's pages before each step), sample (follow
-    RssAnon).
+    windows (token ids of successive steps), threads, compute_dtype, cold (drop the model's pages before each step),
+    sample (follow RssAnon).
     """
     with AnonymousPeak() if spec["sample"] else contextlib.nullcontext() as anonymous:
         session = EngineSession(spec)
@@ -42,7 +42,9 @@ class EngineSession:
         config = LCSBConfig(spec["mode"], layers_per_step=spec["layers_per_step"])
         lora = LoRASettings(r=spec["rank"])
         residency, self.planned = plan_residency(spec, config, lora)
-        self.engine = Engine(Path(spec["folder"]), config, lora=lora, residency=residency)
+        self.engine = Engine(
+            Path(spec["folder"]), config, lora=lora, residency=residency, compute_dtype=spec["compute_dtype"]
+        )
         self.windows = [torch.tensor([ids]) for ids in spec["windows"]]
         self.at = 0
         self.described = {

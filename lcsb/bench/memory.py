@@ -35,6 +35,7 @@ class Setup:
         steps: steps of each arm; None: one cycle, and two steps where the cycle is one step.
         cold: drop the model's pages from the page cache before each step of ours.
         rates: of this machine, for predicted seconds; None: none are predicted.
+        compute_dtype: of the large products, in our processes, the peers' and the products alone: float32 or bfloat16.
         allocator: name of the peers' allocator settings; ours are what the engine itself makes of the system's.
     """
 
@@ -45,6 +46,7 @@ class Setup:
     steps: int | None = None
     cold: bool = False
     allocator: str = "small"
+    compute_dtype: str = "float32"
     rates: Mapping[str, float] | None = None
 
     def described(self) -> dict[str, Any]:
@@ -78,6 +80,7 @@ class Setup:
             "sample": False,
             "geometry": asdict(geometry),
             "tokens": self.tokens,
+            "compute_dtype": self.compute_dtype,
         }
 
     def allocator_of(self, arm: str) -> dict[str, str]:
@@ -180,6 +183,7 @@ def measure_memory(
                     "geometry": asdict(case.geometry),
                     "tokens": setup.tokens,
                     "threads": setup.threads,
+                    "compute_dtype": setup.compute_dtype,
                 }
                 products = store.part(
                     f"{case.name}.products", settings, partial(measure_products, case, setup)

@@ -50,13 +50,19 @@ def serve(spec: Mapping[str, Any], channel: Channel) -> None:
 
 
 def _model(spec: Mapping[str, Any]) -> Any:
+    import bitsandbytes
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     from bcd_theory.geometry import PROJECTIONS
 
-    model = AutoModelForCausalLM.from_pretrained(spec["folder"], dtype=torch.float32, local_files_only=True)
+    dtype = getattr(torch, spec["compute_dtype"])
+    model = AutoModelForCausalLM.from_pretrained(spec["folder"], dtype=dtype, local_files_only=True)
+    # The checkpoint says float32; the adapters stay float32 either way.
+    for module in model.modules():
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            module.compute_dtype = dtype
     model.config.use_cache = False
     model.requires_grad_(False)
     lora = LoraConfig(

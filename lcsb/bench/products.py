@@ -41,17 +41,17 @@ def operations(geometry: Geometry, tokens: int) -> dict[str, int]:
 class Products:
     """The products of one geometry in preallocated memory."""
 
-    def __init__(self, geometry: Geometry, tokens: int) -> None:
+    def __init__(self, geometry: Geometry, tokens: int, dtype: torch.dtype = torch.float32) -> None:
         generator = torch.Generator().manual_seed(0)
         self._shapes = shapes(geometry, tokens)
         # One matrix for each projection of a layer and one for a chunk of the head, as [outputs, inputs].
         layer = [(rows, columns) for rows, columns in geometry.projections().values()]
         head = (self._shapes["head_forward"][0][2], geometry.hidden)
-        self._layer = [torch.randn(shape, generator=generator) for shape in layer]
-        self._head = torch.randn(head, generator=generator)
+        self._layer = [torch.randn(shape, generator=generator).to(dtype) for shape in layer]
+        self._head = torch.randn(head, generator=generator).to(dtype)
         widest = max(max(rows, columns) for rows, columns in [*layer, head])
-        self._input = torch.randn(tokens * widest, generator=generator)
-        self._output = torch.empty(tokens * widest)
+        self._input = torch.randn(tokens * widest, generator=generator).to(dtype)
+        self._output = torch.empty(tokens * widest, dtype=dtype)
 
     def warm_up(self) -> None:
         """Touch the memory and let the library choose its kernels: one layer and one chunk, both ways."""
@@ -83,7 +83,9 @@ class Products:
 def serve(spec: Mapping[str, Any], channel: Channel) -> None:
     """Answer `measure` requests: seconds of each part, the least of `repeats`."""
     torch.set_num_threads(int(spec["threads"]))
-    products = Products(Geometry(**spec["geometry"]), int(spec["tokens"]))
+    products = Products(
+        Geometry(**spec["geometry"]), int(spec["tokens"]), getattr(torch, spec["compute_dtype"])
+    )
     channel.send(
         {"ready": {"floating_point_operations": operations(Geometry(**spec["geometry"]), spec["tokens"])}}
     )

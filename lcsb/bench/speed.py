@@ -23,7 +23,7 @@ from lcsb.bench.store import Store
 
 CLOCKS = ("cpu", "wall")
 #: relative difference of the first step's losses up to which two arms compute the same model
-SAME_LOSS = 1e-5
+SAME_LOSS = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
 def _round(process: BenchProcess) -> dict[str, Any]:
@@ -82,6 +82,7 @@ def measure_case(
         "forward": passes,
         "products": products,
         "first_losses": first_losses,
+        "compute_dtype": setup.compute_dtype,
         "peak_bytes": peaks,
         "processes": ready,
     }
@@ -111,7 +112,7 @@ def judge(case: Case, found: dict[str, Any]) -> dict[str, Any]:
     return {
         "arms": arms,
         "forward": _forward_share(case, found) if found["forward"] else None,
-        "first_losses_apart": verdict(apart, SAME_LOSS),
+        "first_losses_apart": verdict(apart, SAME_LOSS[found["compute_dtype"]]),
     }
 
 

@@ -29,6 +29,12 @@ Arms = Annotated[
 Tokens = Annotated[int, typer.Option(min=2, help="Tokens of the one row of a batch.")]
 Rank = Annotated[int, typer.Option(min=1, help="Rank of the adapters, on all seven projections.")]
 Threads = Annotated[int, typer.Option(min=1, help="Compute threads of each process.")]
+ComputeType = Annotated[
+    str,
+    typer.Option(
+        "--compute-dtype", help="float32 or bfloat16: of the large products, ours and the peers' alike."
+    ),
+]
 Models = Annotated[
     Path | None,
     typer.Option(help="Folder for models of random weights; default in the cache (up to 2.5 GB each)."),
@@ -42,6 +48,7 @@ def memory(
     tokens: Tokens = 256,
     rank: Rank = 16,
     threads: Threads = 1,
+    compute_dtype: ComputeType = "float32",
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of each arm; default one cycle.")] = None,
     cold: Annotated[
         bool,
@@ -74,11 +81,12 @@ def memory(
     [bold]lcsb bench memory --case qwen2.5-3b --cold[/]
     """
     one_process("bench")
-    from lcsb.bench.cases import ARMS, CASES, chosen
+    from lcsb.bench.cases import ARMS, CASES, COMPUTE_TYPES, chosen
     from lcsb.bench.memory import Setup, measure_memory
     from lcsb.bench.processes import folder_of
 
-    setup = Setup(tokens, rank, threads, _models(models), steps, cold)
+    chosen([compute_dtype], COMPUTE_TYPES, "--compute-dtype")
+    setup = Setup(tokens, rank, threads, _models(models), steps, cold, compute_dtype=compute_dtype)
     if growth:
         from lcsb.bench.growth import measure_growth
 
@@ -102,7 +110,8 @@ def speed(
     tokens: Tokens = 256,
     rank: Rank = 16,
     threads: Threads = 1,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds that count; medians are over them.")] = 5,
+    compute_dtype: ComputeType = "float32",
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds that count; medians are over them.")] = 3,
     profile: Annotated[
         bool, typer.Option("--profile", help="Instead: where the time of a step goes, by row and phase.")
     ] = False,
@@ -127,7 +136,7 @@ def speed(
     [bold]lcsb bench speed --profile[/]
     """
     one_process("bench")
-    from lcsb.bench.cases import ARMS, CASES, OURS, chosen
+    from lcsb.bench.cases import ARMS, CASES, COMPUTE_TYPES, OURS, chosen
     from lcsb.bench.memory import Setup
     from lcsb.bench.processes import ALLOCATORS
     from lcsb.bench.speed import measure_profile, measure_speed
@@ -136,7 +145,8 @@ def speed(
     real = tuple(name for name, found in CASES.items() if found.real)
     names = chosen(case, tuple(CASES), "--case") if case else real
     cases = [CASES[name] for name in names]
-    setup = Setup(tokens, rank, threads, _models(models), allocator=allocator)
+    chosen([compute_dtype], COMPUTE_TYPES, "--compute-dtype")
+    setup = Setup(tokens, rank, threads, _models(models), allocator=allocator, compute_dtype=compute_dtype)
     if profile:
         modes = chosen(arm, OURS, "--arm") if arm else ("full",)
         if len(modes) > 1:

@@ -209,7 +209,7 @@ def test_speed_is_judged_against_qlora():
     case = CASES["smollm2-135m"]
     measured = {
         "rounds": {"exact": _found(0.76), "identity": _found(0.50), "qlora": _found(1.0)},
-        "forward": [], "products": [], "first_losses": {"exact": 1.0, "qlora": 1.0 + 2e-5},
+        "forward": [], "products": [], "first_losses": {"exact": 1.0, "qlora": 1.0 + 2e-5}, "compute_dtype": "float32",
         "peak_bytes": {"exact": 1, "identity": 700 * MIB, "qlora": 10**10},
     }  # fmt: skip
     exact, identity, peer = judge(case, measured)["arms"]
