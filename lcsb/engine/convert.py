@@ -17,7 +17,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lcsb.cache import damage, file_sha256, named_errors
 from lcsb.engine.architecture import Architecture
-from lcsb.engine.layer import module_of
+from lcsb.engine.conversion_layout import Job, lay_out, type_name
 from lcsb.engine.packed import pack
 from lcsb.engine.ram import peak_bytes
 from lcsb.engine.shards import (
@@ -40,13 +40,12 @@ from lcsb.engine.shards import (
     shard_name,
     write_json,
 )
-from lcsb.engine.sources import FLOATS, FolderSource, Source, copy_tokenizer, tokenizer_files
+from lcsb.engine.sources import NUMBERS_AT_ONCE, FolderSource, Source, copy_tokenizer, tokenizer_files
 from lcsb.gguf_files import BUILTIN_MODELS, builtin_parts, check_sha256, copy_licence_note
 
 MANIFEST: Final = "lcsb-convert.json"
 EMBEDDINGS: Final = ("source", "float32", "bfloat16", "float16")
 BLOCK_SIZES: Final = (64, 128, 256, 512, 1024, 2048, 4096)
-_NUMBERS_AT_ONCE: Final = 1 << 20
 # A chunk in float32 (4 MiB), what dequantisation and packing make of it, and room for the allocator; measured.
 _WORKING_BYTES: Final = 48 << 20
 _FORMAT: Final = 1
@@ -84,26 +83,6 @@ class ConvertReport:
     state: str
     seconds: float
     notes: tuple[str, ...]
-
-
-@dataclass
-class _Job:
-    """A source, and which of its tensors goes where."""
-
-    source: Source
-    architecture: Architecture
-    block_size: int
-    embedding: str
-    contents: list[Content] = field(default_factory=list)
-    origin: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def numbers(self) -> int:
-        """Numbers to be written, for progress."""
-        return sum(count(shape) for content in self.contents for _, shape in content.plain.values()) + sum(
-            r * c for content in self.contents for r, c in content.packed.values()
-        )
 
 
 def convert(
@@ -152,8 +131,8 @@ def convert(
     if embedding not in EMBEDDINGS:
         raise ValueError(f"embedding {embedding!r}, expected one of {', '.join(EMBEDDINGS)}")
     opened = _open(source)
-    job = _Job(opened, Architecture.from_config(opened.config, opened.label), block_size, embedding)
-    _lay_out(job)
+    job = Job(opened, Architecture.from_config(opened.config, opened.label), block_size, embedding)
+    lay_out(job)
     least = peak_bytes() + _WORKING_BYTES + (0 if tokenizer else opened.extra_bytes())
     if ram is not None and ram < least:
         raise ValueError(f"{source}: converting needs {least} bytes of process memory, the budget is {ram}")
@@ -170,7 +149,7 @@ def convert(
         source=str(source), folder=str(folder), family=str(opened.config["model_type"]),
         layers=job.architecture.layers, matrices=sum(len(content.packed) for content in job.contents),
         packed_bytes=packed, plain_bytes=sum(_nbytes(content, False) for content in job.contents),
-        embedding=_type_name(job.contents[0].plain["model.embed_tokens.weight"][0]), least_bytes=least,
+        embedding=type_name(job.contents[0].plain["model.embed_tokens.weight"][0]), least_bytes=least,
         peak_bytes=peak, ram=ram, resumed=resumed, state=state, seconds=time.monotonic() - began,
         notes=tuple(job.notes),
     )  # fmt: skip
@@ -210,122 +189,6 @@ def _open(source: str | Path) -> Source:
     )
 
 
-def _lay_out(job: _Job) -> None:
-    """Fill in contents and origins; every tensor must be there, have its shape, and have a place."""
-    source, arch = job.source, job.architecture
-    left = dict.fromkeys(source.names())
-    prefix = "model." if "model.embed_tokens.weight" in left else ""
-
-    def take(target: str, shape: tuple[int, ...]) -> str:
-        name = target if target.startswith("lm_head") else prefix + target.removeprefix("model.")
-        if name not in left:
-            raise ValueError(f"{source.label}: no tensor {name}, expected one of shape {shape}")
-        del left[name]
-        if tuple(source.shape(name)) != shape:
-            raise ValueError(
-                f"{source.label}: {name} has shape {tuple(source.shape(name))}, expected {shape}"
-            )
-        if source.packed(name) is None and source.dtype(name) not in FLOATS:
-            raise ValueError(
-                f"{source.label}: {name} is {_type_name(source.dtype(name))}, expected float32, float16 or bfloat16"
-            )
-        job.origin[target] = name
-        return name
-
-    table = (arch.vocabulary, arch.hidden)
-    outer: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    for target in ["model.embed_tokens.weight"] + ([] if arch.tied else ["lm_head.weight"]):
-        name = take(target, table)
-        kept = source.dtype(name) if job.embedding == "source" else getattr(torch, job.embedding)
-        outer[target] = (kept, table)
-    take("model.norm.weight", (arch.hidden,))
-    job.contents = [Content(outer | {"model.norm.weight": (torch.float32, (arch.hidden,))}, {})]
-    for index in range(arch.layers):
-        job.contents.append(_lay_out_layer(job, index, take))
-    _refuse_left_over(job, left)
-    misread = [
-        name
-        for content in job.contents
-        for name, (_, columns) in content.packed.items()
-        if columns % job.block_size
-    ]
-    if misread:
-        job.notes.append(
-            f"{len(misread)} matrices, first {misread[0]}, have rows that are no multiple of {job.block_size} long: "
-            "bitsandbytes on the CPU reads wrong scales for them, the engine does not"
-        )
-    described = {state["dtype"] for name in source.names() if (state := source.packed(name))}
-    if described - {"float32"}:
-        job.notes.append(
-            f"the source's matrices are marked {', '.join(sorted(described))}, to which transformers rounds each "
-            "dequantised weight; the result is marked float32 and rounds nothing"
-        )
-
-
-def _lay_out_layer(job: _Job, index: int, take: Callable[[str, tuple[int, ...]], str]) -> Content:
-    arch, source = job.architecture, job.source
-    prefix = f"model.layers.{index}."
-    norms = {"input_layernorm": arch.hidden, "post_attention_layernorm": arch.hidden}
-    if arch.sandwich:
-        norms |= {"pre_feedforward_layernorm": arch.hidden, "post_feedforward_layernorm": arch.hidden}
-    if arch.query_key_norm:
-        norms |= {"self_attn.q_norm": arch.head_dim, "self_attn.k_norm": arch.head_dim}
-    plain, packed = {}, {}
-    for norm, width in norms.items():
-        take(f"{prefix}{norm}.weight", (width,))
-        plain[f"{prefix}{norm}.weight"] = (torch.float32, (width,))
-    for name, (rows, columns) in arch.shapes.items():
-        key = f"{prefix}{module_of(name)}.{name}"
-        state = source.packed(take(f"{key}.weight", (rows, columns)))
-        if state is not None and int(state["blocksize"]) != job.block_size:
-            raise ValueError(
-                f"{source.label}: {key}.weight is packed in blocks of {state['blocksize']}, expected {job.block_size}"
-            )
-        packed[f"{key}.weight"] = (rows, columns)
-        if _has_bias(source.config, name):
-            take(f"{key}.bias", (rows,))
-            plain[f"{key}.bias"] = (torch.float32, (rows,))
-    content = Content(plain, packed, job.block_size)
-    try:
-        _ = content.entries
-    except ValueError as error:
-        raise ValueError(f"{source.label}: {error}") from None
-    return content
-
-
-def _has_bias(config: Mapping[str, Any], projection: str) -> bool:
-    if config["model_type"] == "qwen2":
-        return projection in ("q_proj", "k_proj", "v_proj")
-    return bool(config.get("attention_bias")) and module_of(projection) == "self_attn"
-
-
-def _refuse_left_over(job: _Job, left: dict[str, None]) -> None:
-    source = job.source
-    for name in list(left):
-        if name.endswith("rotary_emb.inv_freq"):
-            del left[name]  # a buffer of old files, which is computed from the configuration
-    if job.architecture.tied and "lm_head.weight" in left:
-        embedding = job.origin["model.embed_tokens.weight"]
-        rows, columns = source.shape(embedding)
-        same = tuple(source.shape("lm_head.weight")) == (rows, columns)
-        step = max(1, _NUMBERS_AT_ONCE // columns)
-        for first in range(0, rows if same else 0, step):
-            places = first, min(first + step, rows)
-            same = same and torch.equal(
-                source.rows("lm_head.weight", *places), source.rows(embedding, *places)
-            )
-        if not same:
-            raise ValueError(
-                f"{source.label}: its configuration ties the head to the embedding, but lm_head.weight differs from it"
-            )
-        del left["lm_head.weight"]
-    if left:
-        raise ValueError(
-            f"{source.label}: {len(left)} tensors have no place in a {source.config['model_type']} of "
-            f"{job.architecture.layers} layers, first {next(iter(left))}"
-        )
-
-
 def _nbytes(content: Content, packed: bool) -> int:
     return sum(
         count(shape) * dtype.itemsize
@@ -334,15 +197,11 @@ def _nbytes(content: Content, packed: bool) -> int:
     )
 
 
-def _type_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
 def _write(
-    job: _Job, label: str, folder: Path, tokenizer: Path | None, progress: Progress | None
+    job: Job, label: str, folder: Path, tokenizer: Path | None, progress: Progress | None
 ) -> tuple[int, str]:
     """(shards taken over from an earlier call, state)."""
     files = {name: _joined_sha256(paths) for name, paths in job.source.files.items()}
@@ -442,7 +301,7 @@ def _resumable(work: Path, key: Mapping[str, Any]) -> dict[str, Any]:
     return manifest
 
 
-def _write_shard(job: _Job, content: Content, path: Path, done: _Counter) -> list[str]:
+def _write_shard(job: Job, content: Content, path: Path, done: _Counter) -> list[str]:
     notes = []
     try:
         with ShardFile(path, content.entries) as shard:
@@ -467,12 +326,12 @@ def _steps(
         yield 0, rows
         return
     unit = math.lcm(block_size // math.gcd(columns, block_size), source.row_step(name))
-    step = max(unit, _NUMBERS_AT_ONCE // columns // unit * unit)
+    step = max(unit, NUMBERS_AT_ONCE // columns // unit * unit)
     for first in range(0, rows, step):
         yield first, min(first + step, rows)
 
 
-def _put_plain(job: _Job, shard: ShardFile, target: str, done: _Counter) -> list[str]:
+def _put_plain(job: Job, shard: ShardFile, target: str, done: _Counter) -> list[str]:
     name = job.origin[target]
     dtype, shape = shard.entries[target]
     width, moved, largest = count(shape[1:]), 0.0, 0.0
@@ -488,11 +347,11 @@ def _put_plain(job: _Job, shard: ShardFile, target: str, done: _Counter) -> list
     if not moved:
         return []
     return [
-        f"{target} was rounded to {_type_name(dtype)}: by {moved:.3g} at most, its largest number is {largest:.3g}"
+        f"{target} was rounded to {type_name(dtype)}: by {moved:.3g} at most, its largest number is {largest:.3g}"
     ]
 
 
-def _put_packed(job: _Job, shard: ShardFile, target: str, shape: tuple[int, int], done: _Counter) -> None:
+def _put_packed(job: Job, shard: ShardFile, target: str, shape: tuple[int, int], done: _Counter) -> None:
     name, source = job.origin[target], job.source
     columns, block = shape[1], job.block_size
     if source.packed(name) is not None:
@@ -500,8 +359,8 @@ def _put_packed(job: _Job, shard: ShardFile, target: str, shape: tuple[int, int]
         scales = source.scales(name)
         _refuse_nonfinite(job, f"{name}.absmax", scales)
         shard.put(f"{target}.absmax", scales)
-        for first in range(0, count(shape) // 2, _NUMBERS_AT_ONCE):
-            codes = source.rows(name, first, min(first + _NUMBERS_AT_ONCE, count(shape) // 2))
+        for first in range(0, count(shape) // 2, NUMBERS_AT_ONCE):
+            codes = source.rows(name, first, min(first + NUMBERS_AT_ONCE, count(shape) // 2))
             shard.put(target, codes, first)
             done.add(2 * codes.numel(), target)
         return
@@ -514,7 +373,7 @@ def _put_packed(job: _Job, shard: ShardFile, target: str, shape: tuple[int, int]
         done.add(values.numel(), target)
 
 
-def _refuse_nonfinite(job: _Job, name: str, values: Tensor) -> None:
+def _refuse_nonfinite(job: Job, name: str, values: Tensor) -> None:
     if not bool(torch.isfinite(values).all()):
         raise ValueError(
             f"{job.source.label}: {name} holds numbers that are not finite, or too large for the result"
@@ -522,7 +381,7 @@ def _refuse_nonfinite(job: _Job, name: str, values: Tensor) -> None:
 
 
 def _write_small_files(
-    job: _Job, label: str, work: Path, tokenizer: Path | None, manifest: dict[str, Any]
+    job: Job, label: str, work: Path, tokenizer: Path | None, manifest: dict[str, Any]
 ) -> None:
     notes = copy_tokenizer(tokenizer, work) if tokenizer else job.source.write_tokenizer(work)
     manifest["notes"] += notes
@@ -540,7 +399,7 @@ def _write_small_files(
     write_json(work / MANIFEST, manifest)
 
 
-def _refuse_full_disk(job: _Job, folder: Path, manifest: Mapping[str, Any]) -> None:
+def _refuse_full_disk(job: Job, folder: Path, manifest: Mapping[str, Any]) -> None:
     needed = sum(
         _nbytes(content, packed)
         for index, content in enumerate(job.contents)

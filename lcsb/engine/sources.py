@@ -16,6 +16,8 @@ from torch import Tensor
 from lcsb.engine.mapped import MappedFolder
 from lcsb.engine.shards import INDEX
 
+# Of one piece; 4 MiB in float32.
+NUMBERS_AT_ONCE = 1 << 20
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _COPIED = ("tokenizer", "special_tokens_map", "added_tokens", "vocab.", "merges.", "chat_template", "generation_config",
            "LICENSE", "LICENCE", "NOTICE", "SOURCE.txt")  # fmt: skip

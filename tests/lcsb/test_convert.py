@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -118,7 +119,7 @@ def test_large_matrices_in_pieces_and_other_blocks(tmp_path, monkeypatch):
 
     source = plain(tmp_path / "plain", "llama")
     convert(source, tmp_path / "whole")
-    monkeypatch.setattr(module, "_NUMBERS_AT_ONCE", 100)
+    monkeypatch.setattr(module, "NUMBERS_AT_ONCE", 100)
     convert(source, tmp_path / "pieces")
     assert contents(tmp_path / "whole") == contents(tmp_path / "pieces")
     report = convert(source, tmp_path / "wide", block_size=128)
@@ -148,6 +149,34 @@ def test_a_packed_folder_is_copied_through(tmp_path):
     report = convert(source, tmp_path / "packed")
     assert report.state == "converted"
     same_tensors(saved_tensors(tmp_path / "packed"), saved_tensors(source))
+
+
+def test_a_folder_packed_in_part_is_refused(tmp_path):
+    """What llm_int8_skip_modules left out on purpose: packing it would change the model."""
+    source = tiny_packed.write(tmp_path, "llama", **WIDE)
+    tensors = load_file(source / "model.safetensors")
+    for name in [name for name in tensors if name.startswith(f"{NAME}.")]:
+        del tensors[name]
+    tensors[NAME] = torch.zeros(128, 64)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=rf"{NAME} is plain but other matrices are packed, expected all of one"
+    ):
+        convert(source, tmp_path / "packed")
+
+
+def test_a_folder_marked_bfloat16_is_marked_anew(tmp_path):
+    source = tiny_packed.write(tmp_path, "llama", **WIDE)
+    tensors = load_file(source / "model.safetensors")
+    before = dict(tensors)
+    for name, value in before.items():
+        if name.endswith(".quant_state.bitsandbytes__nf4"):
+            text = bytes(value.tolist()).replace(b"float32", b"bfloat16")
+            tensors[name] = torch.tensor(list(text), dtype=torch.uint8)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    report = convert(source, tmp_path / "packed")
+    assert len(report.notes) == 1 and "the source's matrices are marked bfloat16" in report.notes[0]
+    same_tensors(saved_tensors(tmp_path / "packed"), before)
 
 
 @pytest.mark.parametrize(
@@ -520,3 +549,38 @@ def same_settings(ours, theirs, tokenizer=True):
         b(text).input_ids
     )
     assert a.special_tokens_map == b.special_tokens_map
+
+
+def test_command(tmp_path):
+    from typer.testing import CliRunner
+
+    from lcsb.cli import app
+
+    source, target = plain(tmp_path / "plain", dtype=torch.bfloat16), tmp_path / "packed"
+
+    def lcsb(*arguments):
+        return CliRunner().invoke(app, ["convert", *map(str, arguments)])
+
+    planned = json.loads(
+        lcsb(source, target, "--ram", "64GiB", "--dry-run", "--json").stdout.splitlines()[-1]
+    )
+    assert planned["state"] == "planned" and planned["ram"] == 64 * 2**30 and not target.exists()
+    shown = lcsb(source, target, "--ram", "64GiB").stdout
+    assert "llama, 4 layers: 28 matrices in" in shown and "embedding in bfloat16" in shown
+    assert "peak of this process" in shown and f"{target}: converted" in shown.replace("\n", "")
+    again = json.loads(lcsb(source, target, "--ram", "64GiB", "--json").stdout.splitlines()[-1])
+    assert again["state"] == "there already" and again["packed_bytes"] == planned["packed_bytes"]
+    whole = json.loads(lcsb("--check", target, "--json").stdout.splitlines()[-1])
+    assert whole == {"folder": str(target), "files": 10, "whole": True}
+    assert "10 files as they were written" in lcsb("--check", target).stdout
+    for arguments, message in (
+        ((source,), r"give SRC and DIR, or --check DIR"),
+        ((source, target, "--check", target), r"--check DIR stands alone"),
+        (
+            (source, tmp_path / "x", "--ram", "1MB"),
+            r"needs \d+ bytes of process memory, the budget is 1000000",
+        ),
+        ((source, tmp_path / "x", "--ram", "much"), r"memory: found 'much', expected an amount"),
+    ):
+        error = lcsb(*arguments).exception
+        assert isinstance(error, ValueError) and re.search(message, str(error)), error

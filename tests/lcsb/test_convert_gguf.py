@@ -48,7 +48,7 @@ def test_numbers_of_the_reference_dequantiser(tmp_path, monkeypatch, architectur
     """U49: permuted rows of q and k, Gemma's norms, each type; read in pieces of a head or a few rows."""
     path = tmp_path / "tiny.gguf"
     expected = write(path, architecture, kind)
-    monkeypatch.setattr(module, "_NUMBERS_AT_ONCE", 500)
+    monkeypatch.setattr(module, "NUMBERS_AT_ONCE", 500)
     convert(path, tmp_path / "packed")
     ours = saved_tensors(tmp_path / "packed")
     for name, matrix in expected.items():
