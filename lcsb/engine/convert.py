@@ -47,7 +47,7 @@ MANIFEST: Final = "lcsb-convert.json"
 EMBEDDINGS: Final = ("source", "float32", "bfloat16", "float16")
 BLOCK_SIZES: Final = (64, 128, 256, 512, 1024, 2048, 4096)
 # A chunk in float32 (4 MiB), what dequantisation and packing make of it, and room for the allocator; measured.
-_WORKING_BYTES: Final = 48 << 20
+_WORKING_BYTES: Final = 64 << 20
 _FORMAT: Final = 1
 
 Progress = Callable[[int, int, str], None]
