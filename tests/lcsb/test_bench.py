@@ -10,6 +10,8 @@ import statistics
 import pytest
 import tiny_packed
 import torch
+from rich.console import Console
+from typer.testing import CliRunner
 
 from bcd_theory.geometry import GEOMETRIES, MIB, Geometry
 from lcsb.bench import ledger
@@ -24,6 +26,7 @@ from lcsb.bench.products import PARTS, Products, operations, shapes
 from lcsb.bench.records import GrowthReport, MemoryReport, SpeedReport
 from lcsb.bench.speed import judge, measure_speed, profile_table
 from lcsb.bench.store import Store, verdicts
+from lcsb.commands import bench
 from lcsb.jobs import JobError
 from lcsb.measure.memory import STATUS
 from reports.strict import read_json
@@ -153,6 +156,8 @@ def test_the_profile_of_a_session_fits_the_table(case, folder, tmp_path):
     assert found["measured_seconds"] == pytest.approx(total, rel=0.1), "the rows are the whole step"
     assert found["plain_seconds"] > 0 and found["cost_of_measuring"] > 0
     assert 0 < found["dequantisation_of_backward"] < 1
+    shown = rendered(bench._profile_tables({"cases": {"small": {"mode": "full", **found}}}))
+    assert all(row.split(",")[0] in shown for row in ledger.ROWS)
     assert found["product_operations"]["forward"] == operations(SMALL, 24)["layers_forward"]
 
 
@@ -288,6 +293,40 @@ def test_a_report_that_does_not_fit_its_schema_is_not_written(tmp_path):
     assert not (tmp_path / "m.json").exists()
 
 
+# -- the commands ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("missed", "gate", "code"), [(["x"], True, 1), (["x"], False, 0), ([], True, 0)])
+def test_gate_fails_where_a_target_is_missed(monkeypatch, tmp_path, missed, gate, code):
+    report = {"cases": {}, "targets": 1, "missed": missed, "met": not missed}
+    asked = []
+    monkeypatch.setattr("lcsb.bench.memory.measure_memory", lambda *given: asked.append(given) or report)
+    arguments = [
+        "memory",
+        "--case",
+        "qwen2.5-3b",
+        "--case",
+        "gemma3-1b",
+        "--cold",
+        "--out",
+        str(tmp_path / "m.json"),
+    ]
+    found = CliRunner().invoke(bench.app, [*arguments, *(["--gate"] if gate else []), "--json"])
+    assert found.exit_code == code, found.output
+    assert json.loads(found.output.splitlines()[-1]) == report
+    cases, arms, setup, out, _ = asked[0]
+    assert [case.name for case in cases] == ["gemma3-1b", "qwen2.5-3b"]
+    assert arms is None and setup.cold and setup.compute_dtype == "float32" and out == tmp_path / "m.json"
+
+
+def rendered(tables):
+    console = Console(width=160)
+    with console.capture() as captured:
+        for table in tables:
+            console.print(table)
+    return captured.get()
+
+
 # -- end to end ------------------------------------------------------------------------------------------------------
 
 
@@ -303,6 +342,7 @@ def test_memory_of_random_weights(case, tmp_path, monkeypatch):
     assert report == read_json(out)
     MemoryReport.model_validate(report)
     full, identity = report["cases"]["small"]["arms"]  # the peer needs trained weights
+    assert f"{full['peak_bytes'] / MIB:,.0f} (<= 954)" in rendered(bench._memory_tables(report))
     assert full["cycle_length"] == 1 and identity["cycle_length"] == 4
     for row in (full, identity):
         assert 50 * MIB < row["floor_bytes"] <= row["peak_bytes"] < 10**9
@@ -335,6 +375,7 @@ def test_growth(tmp_path):
     assert [row["value"] for row in report["sweeps"]["tokens"]] == [16]
     assert report["sweeps"]["layers"][0]["peak_bytes"] == report["sweeps"]["tokens"][0]["peak_bytes"]
     assert len(list((tmp_path / "growth").glob("2x*.json"))) == 1
+    assert "growth with layers" in rendered(bench._growth_tables(report))
     figure = (tmp_path / "growth.svg").read_text()
     assert figure.count("tokens in a row") == 2 and "words in the vocabulary" not in figure
 
@@ -360,6 +401,7 @@ def test_speed_beside_the_peer(tmp_path):
         full["step_ratio"]["met"] and full["step_ratio"]["value"] == full["step"]["cpu"] / peer["step"]["cpu"]
     )
     assert 0 < peer["layers"]["cpu"] < peer["step"]["cpu"]
+    assert f"{found['forward']['layers_share']:.3f}" in rendered(bench._speed_tables(report))
     rounds = found["measured"]["rounds"]
     assert [len(rows) for rows in rounds.values()] == [1, 1]
     assert full["step"]["cpu"] == statistics.median(row["step"]["cpu"] for row in rounds["full"])
