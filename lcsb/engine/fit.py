@@ -2,8 +2,8 @@
 
 `python -m lcsb.engine.fit constants FOLDER OUT` measures steps of one model at length 256, each in a fresh process, and
 writes OUT (constants.json). `python -m lcsb.engine.fit check CASES OUT` measures a list of cases and writes predicted
-and measured peaks. A case has folder, mode, k, tokens, rows, rank, steps and residency (fields of
-`bcd_theory.streaming.Resident`), all but folder, mode, tokens and residency optional.
+and measured peaks. A case has folder, mode, k, tokens, rows, rank, steps, tame (call `tame_allocator`) and residency
+(fields of `bcd_theory.streaming.Resident`), all but folder, mode, tokens and residency optional.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lcsb.engine.architecture import Architecture
 from lcsb.engine.engine import Engine, LoRASettings, Residency
 from lcsb.engine.mapped import MappedFolder
 from lcsb.engine.planner import CONSTANTS, counted_bytes, streamed_step
-from lcsb.engine.ram import peak_bytes, read_status
+from lcsb.engine.ram import peak_bytes, read_status, tame_allocator
 
 #: what the constants are fitted on: mode, layers of a block, and what is kept
 FIT_TOKENS = 256
@@ -67,6 +67,8 @@ def measure(case: Mapping[str, Any]) -> dict[str, Any]:
 
 def _child(case: Mapping[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(int(case.get("threads", 1)))
+    if case.get("tame"):
+        tame_allocator()
     floor = peak_bytes()
     config = LCSBConfig(case["mode"], layers_per_step=case.get("k"))
     kept = dict(case["residency"])
@@ -163,22 +165,23 @@ def check(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def fit_constants(folder: Path) -> dict[str, Any]:
-    """constants.json with floor, runtime and slack measured anew; the rest as it was.
+    """constants.json with floor and runtime measured anew; the rest as it was.
 
-    The floor is measured. Runtime and slack are the least squares solution of
-    measured peak = floor + runtime + (count without slack) + slack (count of what comes and goes).
+    Runtime is the mean of what measured peaks have beyond floor and count. Slack cannot be told from it at one length,
+    and stays as stated: 1, since what one phase lets go is there for the next (and see `tame_allocator`).
     """
     cases = [{"folder": str(folder), "tokens": FIT_TOKENS, **case} for case in FIT_CASES]
     measured = [measure(case) for case in cases]
     floor = round(statistics.median(found["floor_bytes"] for found in measured))
     peaks = [found["peak_bytes"] for found in measured]
-    counts = [_counted(case) for case in cases]
-    factors = torch.tensor([[1.0, moving] for _, moving in counts], dtype=torch.float64)
-    right = torch.tensor([peak - floor - still for peak, (still, _) in zip(peaks, counts, strict=True)])
-    runtime, slack = torch.linalg.lstsq(factors, right.double()[:, None]).solution.flatten().tolist()
     fixed = json.loads(CONSTANTS.read_text(encoding="utf-8"))
+    counts = [
+        streamed_bytes(step_of(case), Resident(**case["residency"]), floor=floor, slack=fixed["slack"]).total
+        for case in cases
+    ]
+    runtime = round(statistics.fmean(peak - count for peak, count in zip(peaks, counts, strict=True)))
     fixed["floor_bytes"]["torch"] = floor
-    fixed |= {"runtime_bytes": round(runtime), "slack": round(slack, 3)}
+    fixed["runtime_bytes"] = runtime
     fixed["provenance"] = {
         "command": "python -m lcsb.engine.fit constants FOLDER OUT",
         "date": datetime.date.today().isoformat(),
@@ -188,23 +191,11 @@ def fit_constants(folder: Path) -> dict[str, Any]:
         "python": platform.python_version(),
         "system": platform.platform(),
         "cases": [
-            {
-                **case,
-                "measured_bytes": peak,
-                "fitted_bytes": round(floor + runtime + still + slack * moving),
-            }
-            for case, peak, (still, moving) in zip(FIT_CASES, peaks, counts, strict=True)
+            {**case, "measured_bytes": peak, "fitted_bytes": runtime + count}
+            for case, peak, count in zip(FIT_CASES, peaks, counts, strict=True)
         ],
     }
     return dict(fixed)
-
-
-def _counted(case: Mapping[str, Any]) -> tuple[int, int]:
-    """Bytes of a case that slack does not multiply, and those that it does."""
-    step, resident = step_of(case), Resident(**case["residency"])
-    once, twice = (streamed_bytes(step, resident, slack=slack) for slack in (1.0, 2.0))
-    moving = sum(twice.phases[once.phase].values()) - sum(once.phases[once.phase].values())
-    return once.total - moving, moving
 
 
 def main(arguments: Sequence[str]) -> None:

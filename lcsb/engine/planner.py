@@ -23,6 +23,7 @@ from lcsb.engine.engine import LoRASettings, Residency
 from lcsb.engine.rates import Rates, step_seconds
 
 CONSTANTS = Path(__file__).with_name("constants.json")
+_UNTAMED_POSITIONS = 256
 #: numbers that the head may hold at once, the fastest first
 CHUNKS = tuple(1 << power for power in (22, 21, 20, 19, 18, 17, 16))
 
@@ -93,6 +94,8 @@ class Plan:
         budget: bytes; None: no limit.
         margin_bytes: what the budget must leave beyond the predicted peak.
         least_bytes: the least budget that could be met.
+        tame: whether the process must call `lcsb.engine.ram.tame_allocator` to stay inside the prediction: with more
+            than 256 positions glibc's heap is left with holes (up to 15 % of the peak at 2,048).
     """
 
     residency: Residency
@@ -102,6 +105,7 @@ class Plan:
     budget: int | None
     margin_bytes: int
     least_bytes: int
+    tame: bool
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -116,6 +120,7 @@ class Plan:
             "budget": self.budget,
             "margin_bytes": self.margin_bytes,
             "least_bytes": self.least_bytes,
+            "tame": self.tame,
         }
 
 
@@ -223,6 +228,7 @@ def plan(
         ram,
         _margin(peak.total),
         least,
+        step.positions > _UNTAMED_POSITIONS,
     )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from lcsb.engine.ram import parse_ram
@@ -22,3 +25,27 @@ def test_what_is_no_amount(text):
         ValueError, match=r"memory: found .*, expected (an amount such as 1GB|at least one byte)"
     ):
         parse_ram(text)
+
+
+def test_a_tamed_allocator_gives_large_blocks_back():
+    """Blocks of 2 MiB below one that stays: without the call, glibc keeps them."""
+    code = (
+        "import ctypes, sys\n"
+        "from lcsb.engine.ram import read_status, tame_allocator\n"
+        "if sys.argv[1] == 'tame': assert tame_allocator()\n"
+        "libc = ctypes.CDLL(None)\n"
+        "libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]\n"
+        "libc.free(libc.malloc(31 << 20))\n"  # raises the threshold where it is free to rise
+        "blocks = [libc.malloc(2 << 20) for _ in range(40)]\n"
+        "for block in blocks: ctypes.memset(block, 1, 2 << 20)\n"
+        "last = libc.malloc(1000)\n"
+        "before = read_status('RssAnon')\n"
+        "for block in blocks[:-1]: libc.free(block)\n"
+        "print(before - read_status('RssAnon'))\n"
+    )
+    freed = {}
+    for how in ("tame", "plain"):
+        done = subprocess.run([sys.executable, "-c", code, how], capture_output=True, text=True, check=True)
+        freed[how] = int(done.stdout)
+    assert freed["tame"] > 70 << 20
+    assert freed["plain"] < 20 << 20
