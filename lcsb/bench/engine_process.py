@@ -154,6 +154,7 @@ def plan_residency(spec: Mapping[str, Any], config: Any, lora: Any) -> tuple[Any
     from lcsb.engine.architecture import Architecture
     from lcsb.engine.mapped import MappedFolder
     from lcsb.engine.planner import plan
+    from lcsb.engine.ram import tame_allocator
     from lcsb.engine.rates import Rates
 
     folder = MappedFolder(Path(spec["folder"]))
@@ -167,6 +168,8 @@ def plan_residency(spec: Mapping[str, Any], config: Any, lora: Any) -> tuple[Any
         scratch=Path(spec["scratch"]),
         rates=Rates(**spec["rates"]) if spec.get("rates") else None,
     )
+    if found.tame:
+        tame_allocator()
     described = found.as_dict()
     described["residency"].pop("folder")  # a place of this machine
     return found.residency, described

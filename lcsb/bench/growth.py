@@ -137,7 +137,8 @@ def draw(sweeps: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
                 if all(number is not None for number in predicted):
                     axis.plot(values, predicted, "-", color=LIGHT["muted"], label="predicted")
                 axis.set_xscale("log", base=2)
-                axis.set_ylim(bottom=0)
+                highest = max(number for number in (*measured, *predicted) if number is not None)
+                axis.set_ylim(0, 1.1 * highest)
                 axis.xaxis.set_major_locator(LogLocator(base=2, subs=(1.0,), numticks=20))
                 axis.xaxis.set_major_formatter(ScalarFormatter())
                 axis.xaxis.set_minor_formatter(NullFormatter())

@@ -15,9 +15,9 @@ from typing import Any
 from lcsb.bench.cases import Case
 from lcsb.jobs import JobError
 
-#: The allocator of every process, peers' and ours alike: one arena, and freed memory at the top goes back at once.
-SMALL = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "131072"}
-#: For speed: freed memory is kept, so that a tensor of 50 MB does not cost its page faults at each step.
+#: For the peers' memory: what `lcsb.engine.ram.tame_allocator` sets in ours where its plan asks for it.
+SMALL = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "131072"}
+#: Freed memory is kept, so that a tensor of 50 MB does not cost its page faults at each step.
 FAST = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": "4294967296",
