@@ -220,7 +220,7 @@ def _memory_tables(report: Mapping[str, Any]) -> list[Any]:
     tables = []
     for name, case in report["cases"].items():
         table = Table(
-            "arm", "peak MiB", "predicted", "anonymous", "floor", "CPU s/step", "wall", "x products",
+            "arm", "peak MiB", "plan", "anon", "floor", "CPU s", "wall s", "x products",
             title=f"{name} ({case['weights']})",
         )  # fmt: skip
         for row in case["arms"]:
