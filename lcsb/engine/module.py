@@ -174,7 +174,7 @@ class EngineModel(nn.Module):
         if budget is None:
             return Residency()
         from lcsb.engine.planner import plan
-        from lcsb.engine.ram import parse_ram, peak_bytes
+        from lcsb.engine.ram import parse_ram, peak_bytes, tame_allocator
 
         folder = MappedFolder(self._path)
         architecture = Architecture.from_config(folder.config, str(self._path / "config.json"))
@@ -193,6 +193,8 @@ class EngineModel(nn.Module):
             scratch=self._scratch,
             states_in_file=False,
         )
+        if self.plan.tame:
+            tame_allocator()
         residency: Residency = self.plan.residency
         if residency.folder is not None:
             residency.folder.mkdir(parents=True, exist_ok=True)

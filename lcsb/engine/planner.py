@@ -24,7 +24,7 @@ from lcsb.engine.rates import Rates, step_seconds
 
 CONSTANTS = Path(__file__).with_name("constants.json")
 _UNTAMED_POSITIONS = 256
-#: numbers that the head may hold at once, the fastest first
+#: numbers that the head may hold at once
 CHUNKS = tuple(1 << power for power in (22, 21, 20, 19, 18, 17, 16))
 
 
@@ -205,6 +205,9 @@ def plan(
     fitting = [resident for resident in sets if ram is None or needed(resident) <= ram]
     # Rounding changes the numbers: only where nothing else fits.
     fitting = [resident for resident in fitting if resident.inputs != "bfloat16"] or fitting
+    # The head's sums keep their order, and so every number its last bit, unless nothing else fits.
+    widest = max((resident.chunk for resident in fitting), default=0)
+    fitting = [resident for resident in fitting if resident.chunk == widest]
     if not fitting:
         assert ram is not None
         raise BudgetError(ram, least, f"a step of {rows} x {tokens} tokens of this model")

@@ -77,6 +77,18 @@ def test_more_memory_is_never_slower_and_more_tokens_never_smaller(tmp_path):
     assert peaks == sorted(peaks) and peaks[0] < peaks[-1]
 
 
+def test_the_head_is_summed_in_other_chunks_only_where_nothing_else_fits(tmp_path):
+    """Other chunks are other roundings of the loss."""
+    least = plan(architecture("smollm2-135m"), tokens=256, config=FULL, scratch=tmp_path).least_bytes
+    chunks = [
+        plan(
+            architecture("smollm2-135m"), tokens=256, config=FULL, ram=ram, scratch=tmp_path
+        ).residency.chunk_logits
+        for ram in (least, 400 << 20, 500 << 20, 700 << 20)
+    ]
+    assert chunks[0] < chunks[1] == chunks[2] == chunks[3] == 1 << 22
+
+
 def test_without_a_limit_everything_stays_and_nothing_is_timed_that_was_not_measured(tmp_path):
     found = plan(architecture("smollm2-135m"), tokens=256, config=FULL, scratch=tmp_path)
     kept = found.residency
