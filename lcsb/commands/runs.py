@@ -162,23 +162,57 @@ def train(
     run: Run,
     arm: Annotated[str, typer.Option(help="Name of the arm, for example exact-frozen.")],
     seed: Annotated[int, typer.Option(help="One of the run's seeds.")] = 0,
+    ram: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory of the whole process, by the memory engine: 1GB = 10^9 bytes, 1GiB = 2^30."
+        ),
+    ] = None,
 ) -> None:
     """Train one arm with one seed. Exit code 3 if it diverged.
 
-    Example: [bold]lcsb train runs/mine --arm exact-frozen --seed 1[/]
+    With --ram the packed weights stay on disk, and of the large libraries torch alone is imported.
+
+    Examples: [bold]lcsb train runs/mine --arm exact-frozen --seed 1[/]
+    [bold]lcsb train runs/mine --arm identity-momentum --ram 650MiB[/]
     """
     from lcsb.launch import refuse_unsupported_launch
 
     refuse_unsupported_launch()
     folder = run_folder(run)
-    from lcsb.jobs import start_worker
-    from lcsb.train import train_arm
+    if ram is not None:
+        status = _train_within(folder, arm, seed, ram)
+    else:
+        from lcsb.jobs import start_worker
+        from lcsb.train import train_arm
 
-    start_worker(1)
-    status = train_arm(folder, arm, seed)
+        start_worker(1)
+        status = train_arm(folder, arm, seed)
     console.print(f"{arm}, seed {seed}: {status}; {folder.arm(arm, seed).metrics}")
     if status == "diverged":
         raise typer.Exit(STOPPED)
+
+
+def _train_within(folder: Any, arm: str, seed: int, ram: str) -> str:
+    from lcsb.engine.ram import parse_ram, shown
+    from lcsb.engine.training import train_within
+
+    budget = parse_ram(ram)
+    trained = train_within(folder, arm, seed, budget)
+    if trained.plan is not None:
+        kept = trained.plan.residency
+        words = {"packed weights": kept.weights, "head": kept.head, "adapters and moments": kept.states}
+        console.print(
+            "in memory: " + (", ".join(name for name, there in words.items() if there) or "none of weights and states")
+            + f"; layer inputs: {kept.inputs}; predicted peak {shown(trained.plan.peak.total)}, "
+            f"measured {shown(trained.peak_bytes)}, budget {shown(budget)}",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
+    if trained.peak_bytes > budget:
+        errors.print(
+            f"the budget was not kept: {trained.peak_bytes} bytes of {budget}", style="red", highlight=False
+        )
+    return trained.status
 
 
 def run_(run: Run) -> None:

@@ -72,7 +72,7 @@ class LoRASettings:
 
 
 @dataclass
-class _Gradient:
+class Gradient:
     """Flat adapter gradients by layer, and the loss they belong to."""
 
     loss: float
@@ -279,7 +279,7 @@ class Engine:
 
     def loss_and_gradient(
         self, ids: Tensor, labels: Tensor | None = None, *, selected: Sequence[int] | None = None
-    ) -> _Gradient:
+    ) -> Gradient:
         """Mean loss over the targets, and flat adapter gradients of the selected layers.
 
         Args:
@@ -294,7 +294,7 @@ class Engine:
             hidden = self._forward(ids, roles, kept)
         total, count, grad = self._loss(hidden, ids if labels is None else labels, True)
         del hidden
-        result = _Gradient(total / max(count, 1), count)
+        result = Gradient(total / max(count, 1), count)
         if grad is None:
             return result
         for index in range(len(self.layers) - 1, min(chosen) - 1, -1):
@@ -309,7 +309,7 @@ class Engine:
         top = visited[max(0, len(visited) - residency.products) :]
         return _Kept(inputs, {i: self.layers[i].products(keep=i in top) for i in visited})
 
-    def _backward(self, index: int, role: str, kept: _Kept, grad: Tensor, result: _Gradient) -> Tensor:
+    def _backward(self, index: int, role: str, kept: _Kept, grad: Tensor, result: Gradient) -> Tensor:
         """The gradient below a layer, h' = h + attention(h), h'' = h' + mlp(h'), from that above it."""
         layer, products = self.layers[index], kept.products[index]
         if role == "selected":
@@ -337,9 +337,12 @@ class Engine:
         Raises:
             NonFiniteError: loss or gradient is not finite and `on_nonfinite` is `stop`; nothing was changed.
         """
+        return self.take_step(self.loss_and_gradient(ids, labels), max_norm)
+
+    def take_step(self, found: Gradient, max_norm: float | None = None) -> StepRecord:
+        """The step by a gradient of the selected layers of step t, which is used up; raises as `step`."""
         selected = self.schedule.selected(self.t)
         block = self.schedule.block_index(self.t)
-        found = self.loss_and_gradient(ids, labels)
         self.loss = found.loss
         if not found.targets:
             return StepRecord(self.t, block, selected, 0.0, taken=False)
