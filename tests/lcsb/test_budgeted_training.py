@@ -204,8 +204,6 @@ def test_everything_in_files_gives_the_same_bits(straight, packed, tmp_path):
     ("point", "options"),
     [
         ("tensor:15", ("--in-file",)),
-        ("rename:2", ()),
-        ,
     ],
 )
 def test_a_killed_run_goes_on_to_the_same_bits(straight, packed, tmp_path, point, options):
