@@ -77,3 +77,61 @@ class MemoryEvidence(_Evidence):
     predictions_sha256: Sha256
     meter: str
     rows: list[MemoryRow]
+
+
+class ProbeStep(_Evidence):
+    """One plain block gradient step from a saved point, tried and taken back; losses on the same batch.
+
+    point: where it was taken, for example 'exact-momentum, step 60'. multiple: of the step 1/L_i. mode: of the backward
+    pass that gave the direction. gradient_squared: |g_i|^2 of the true gradient of the block, in the norm of D for
+    AdamW. smoothness: L_i, the largest eigenvalue of the block's Hessian at the point. cosine, norm_ratio: of the
+    surrogate with g_i; 1 in mode exact. loss_after: None where it was not finite.
+    """
+
+    point: str
+    seed: int
+    block: int
+    multiple: Annotated[float, Field(gt=0)]
+    mode: Literal["exact", "identity", "mlp"]
+    loss_before: float
+    loss_after: float | None
+    gradient_squared: Annotated[float, Field(ge=0)]
+    smoothness: Annotated[float, Field(gt=0)]
+    cosine: float = 1.0
+    norm_ratio: float = 1.0
+
+
+class ProbeEvidence(_Evidence):
+    kind: Literal["probes"]
+    predictions_sha256: Sha256
+    steps: list[ProbeStep]
+
+
+class _BenchPlan(_Evidence):
+    peak: dict[str, float]
+
+
+class BenchMemoryArm(_Evidence):
+    """One arm of `lcsb bench memory`: bytes of the whole process, and what the planner promised."""
+
+    name: str
+    page_cache: Literal["warm", "cold"] = "warm"
+    peak_bytes: Annotated[int, Field(gt=0)]
+    planned: _BenchPlan | None = None
+
+    @property
+    def predicted_bytes(self) -> float | None:
+        """The planned peak."""
+        return self.planned.peak.get("total") if self.planned else None
+
+
+class BenchMemoryCase(_Evidence):
+    weights: Literal["real", "random weights"]
+    arms: list[BenchMemoryArm]
+
+
+class BenchMemory(_Evidence):
+    """The JSON of `lcsb bench memory`, as far as it is judged."""
+
+    benchmark: Literal["memory"]
+    cases: dict[str, BenchMemoryCase]

@@ -4,52 +4,68 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from reports.arms import NAMED_ARMS
-from reports.claims import CLAIMS
+from reports.claims import BY_ID, CLAIMS
 from reports.config import PRESETS, RunConfig
+from reports.evidence import BenchMemory
 from reports.records import RunFolder
-from reports.rules import judgements
+from reports.rules import Material, judgements
 from reports.run import Run, load_run
-from reports.strict import write_json
-from reports.verdicts import ClaimVerdict, Verdicts
+from reports.strict import read_record, write_json
+from reports.verdicts import ClaimVerdict, Judgement, Verdicts
 
 
-def judge(run: Run | RunFolder | Path | str, claims: Sequence[str] | None = None) -> Verdicts:
-    """Verdicts on the claims (all, or those named) from a run folder.
+def judge(
+    run: Run | RunFolder | Path | str, claims: Sequence[str] | None = None, bench: Path | str | None = None
+) -> Verdicts:
+    """Verdicts on the claims (all, or those named) from a run folder; `bench`: the JSON of `lcsb bench memory`, for C7.
 
     Raises ValueError when the folder has no settings or predictions, when a file is malformed, when a record
     was registered against other predictions (or none), or for an unknown claim.
     """
     if not isinstance(run, Run):
         run = load_run(run)
-    wanted = [claim.id for claim in CLAIMS] if claims is None else list(claims)
-    verdicts = []
-    known = {claim.id: claim for claim in CLAIMS}
-    for claim_id in wanted:
-        paper, ours = judgements(run, claim_id)
-        claim = known[claim_id]
-        verdicts.append(
-            ClaimVerdict(
-                claim=claim.id,
-                title=claim.title,
-                statement=claim.statement,
-                theorems=claim.theorems,
-                paper=paper,
-                ours=ours,
-                change=claim.change,
-                command=reproduce_command(run.config),
-            )
-        )
+    material = Material((run,), None if bench is None else read_bench(bench))
     return Verdicts(
         predictions_sha256=run.predictions_sha256,
         run=run.config.name,
-        verdicts=tuple(verdicts),
+        verdicts=claim_verdicts(material, claims, lambda claim: reproduce_command(run.config)),
         missing=tuple(run.missing),
     )
+
+
+def claim_verdicts(
+    material: Material, claims: Sequence[str] | None, command: Callable[[str], str]
+) -> tuple[ClaimVerdict, ...]:
+    """Both verdicts on each claim; `command` gives the line that reproduces the one it is asked for."""
+    return tuple(
+        claim_verdict(name, *judgements(material, name), command(name))
+        for name in ([claim.id for claim in CLAIMS] if claims is None else claims)
+    )
+
+
+def claim_verdict(claim_id: str, paper: Judgement, ours: Judgement, command: str) -> ClaimVerdict:
+    """The two judgements with what the registry says of the claim."""
+    claim = BY_ID[claim_id]
+    return ClaimVerdict(
+        claim=claim.id,
+        title=claim.title,
+        statement=claim.statement,
+        theorems=claim.theorems,
+        paper=paper,
+        ours=ours,
+        change=claim.change,
+        command=command,
+    )
+
+
+def read_bench(path: Path | str) -> BenchMemory:
+    """The JSON of `lcsb bench memory`. Raises ValueError that names file and field."""
+    return read_record(Path(path), BenchMemory)
 
 
 def write_verdicts(folder: RunFolder, verdicts: Verdicts) -> None:

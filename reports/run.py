@@ -9,13 +9,13 @@ from typing import Any, Literal, TypeVar
 
 from bcd_theory.predictions import Measurements, Predictions
 from reports.config import RunConfig
-from reports.evidence import FidelityEvidence, MemoryEvidence, TimingEvidence
+from reports.evidence import FidelityEvidence, MemoryEvidence, ProbeEvidence, TimingEvidence
 from reports.metrics import Header, Metrics, diverged_at, no_progress, read_metrics, update_jumps
 from reports.records import RunFolder
 from reports.strict import read_json, read_record, sha256_of
 
 Status = Literal["done", "diverged", "no progress", "unfinished", "missing"]
-_E = TypeVar("_E", FidelityEvidence, TimingEvidence, MemoryEvidence)
+_E = TypeVar("_E", FidelityEvidence, TimingEvidence, MemoryEvidence, ProbeEvidence)
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class Run:
     timing: TimingEvidence | None
     memory: MemoryEvidence | None
     missing: list[str] = field(default_factory=list)
+    probes: ProbeEvidence | None = None
 
     def header(self, arm: str, seed: int) -> Header | None:
         metrics = self.arms.get((arm, seed))
@@ -121,9 +122,11 @@ def load_run(folder: RunFolder | Path | str) -> Run:
     measurements = read_record(place.measurements, Measurements) if place.measurements.exists() else None
     arms = _read_arms(place, config, sha256, missing)
 
-    def evidence(kind: type[_E], name: str) -> _E | None:
+    def evidence(kind: type[_E], name: str, expected: bool = True) -> _E | None:
         path = place.evidence(name)
         if not path.exists():
+            if not expected:  # taken for one claim only
+                return None
             missing.append(f"evidence/{name}.json is not there")
             return None
         check_registration(path, read_json(path), sha256)
@@ -132,7 +135,7 @@ def load_run(folder: RunFolder | Path | str) -> Run:
     run = Run(
         place, config, environment, measurements, predictions, sha256, arms,
         evidence(FidelityEvidence, "fidelity"), evidence(TimingEvidence, "timing"),
-        evidence(MemoryEvidence, "memory"), missing,
+        evidence(MemoryEvidence, "memory"), missing, evidence(ProbeEvidence, "probes", expected=False),
     )  # fmt: skip
     for arm in config.arms:
         for status in ("missing", "unfinished"):

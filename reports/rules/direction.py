@@ -121,6 +121,8 @@ def judge_direction(run: Run, claim: Claim) -> tuple[Judgement, Judgement]:
 def _stage(stage: _Direction) -> Verdict:
     if stage.batches >= SEEDS_NEEDED and stage.below > COSINE_SHARE * stage.layers:
         return "refuted"
+    if stage.batches >= SEEDS_NEEDED and stage.above == stage.layers:
+        return "supported"
     return "inconclusive"
 
 

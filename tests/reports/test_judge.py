@@ -34,7 +34,8 @@ def test_the_default_truth(good):
     found = {entry.claim: (entry.paper.verdict, entry.ours.verdict) for entry in verdicts.verdicts}
     assert found == {
         "C1": ("refuted", "supported"), "C2": ("supported", "supported"), "C4": ("supported", "supported"),
-        **dict.fromkeys(("C3", "C5", "C6", "C7", "C8"), ("not testable here",) * 2),
+        "C5": ("refuted", "supported"), "C8": ("not testable here", "inconclusive"),
+        **dict.fromkeys(("C3", "C6", "C7"), ("not testable here",) * 2),
     }  # fmt: skip
     assert verdicts.missing == ()
     assert verdicts.predictions_sha256 == sha256_of(good.predictions)
@@ -58,7 +59,9 @@ def test_every_claim_is_in_the_table_with_rules_and_a_reason(good):
         assert entry.paper.rule and entry.ours.rule and entry.change
         for judgement in (entry.paper, entry.ours):
             assert judgement.reason.endswith(".")
-            assert (judgement.verdict == "not testable here") == bool(claim.untested)
+            if judgement.verdict == "not testable here":
+                assert judgement.reason.startswith("Not tested: ") and judgement.n == 0
+        assert claim.assumptions and claim.prediction and claim.needed >= 1
 
 
 def test_judge_is_deterministic(good):

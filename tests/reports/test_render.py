@@ -221,10 +221,10 @@ def test_render_refuses_what_was_not_judged(tmp_path):
 
 def test_summary_counts(run):
     assert summary(judge(run)) == (
-        "3 of 8 claims of the paper tested in this run: 2 supported, 1 refuted. Our own predictions for them, written "
-        "down beforehand: 3 supported."
+        "5 of 8 claims of the paper tested in this run: 2 supported, 2 refuted. Our own predictions for them, written "
+        "down beforehand: 4 supported, 1 inconclusive."
     )
-    assert summary(judge(run, ["C3", "C5"])) == "None of the claims was tested in this run."
+    assert summary(judge(run, ["C3", "C7"])) == "None of the claims was tested in this run."
 
 
 def test_numbers_in_their_unit():
