@@ -115,7 +115,28 @@ def share_verdict(good: int, n: int, seeds: int) -> Verdict:
 
 
 def angle_part(run: Run) -> Part:
-    """Identity mode: the cosine of every layer above 0 with its 95 % interval, and what T2 then "
-        f"guarantees cos^2 of the descent: {percent(min(shares))} in the worst layer, "
-        f"{percent(float(np.median(shares)))} in the middle one.",
-    )  # fmt: skip
+    """Identity mode: the cosine of every layer above 0 with its 95 % interval, and what T2 then guarantees.
+
+    With the best step for its angle the surrogate's block descent is promised cos^2 of what the true gradient's is.
+    """
+    name = "identity, cosine"
+    by_layer = [values for values in cosines(run, "identity", "cyclic", "start") if values]
+    if not by_layer:
+        return Part(name=name, verdict="inconclusive", reason="No cosine was measured in identity mode.")
+    decisions = [decide(values, "above", 0.0, unit=BATCH) for values in by_layer]
+    above = sum(decision.verdict == "supported" for decision in decisions)
+    below = sum(decision.verdict == "refuted" for decision in decisions)
+    verdict: Verdict = "refuted" if below else "supported" if above == len(decisions) else "inconclusive"
+    shares = [max(0.0, float(np.mean(values))) ** 2 for values in by_layer]
+    n = min(decision.n for decision in decisions)
+    return Part(
+        name=name,
+        verdict=verdict,
+        reason=f"The surrogate's cosine is above 0 with its 95 % interval in {above} of {len(decisions)} layers, "
+        f"below in {below}, {count(n, BATCH)}; T2 then guarantees cos^2 of the descent: {percent(min(shares))} in "
+        f"the worst layer, {percent(float(np.median(shares)))} in the middle one.",
+        effect=above / len(decisions),
+        unit="share of layers",
+        margin=1.0,
+        n=n,
+    )
