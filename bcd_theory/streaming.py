@@ -5,8 +5,8 @@
 
 Throughout: norm vectors, one dequantised tile, rotary tables, and whatever is resident of packed weights, embedding,
 and adapters with their moments; of what is not resident one layer's pages (of the embedding one chunk's) at a time.
-Kept layer inputs and kept outputs of projections are at their most when backward begins, the gradients of the selected
-layers when it ends. Counts are exact for the shapes; what a phase holds at once is a model of the program, and
+Kept layer inputs and kept outputs of projections have memory of their own, which every step uses again; the gradients
+of the selected layers are at their most when backward ends. Counts are exact for the shapes; what a phase holds at once is a model of the program, and
 `runtime` and `slack` are what no count knows (libraries' own memory, the allocator's), fitted on one case.
 """
 
@@ -158,37 +158,28 @@ def streamed_bytes(
         "tables": step.tokens * geometry.head_dim * FLOAT * (2 if step.windowed else 1)
         + step.mask_bytes()[0],
         "head buffer": 0 if step.embedding_bytes == FLOAT else head_width * FLOAT,
+        "layer inputs": {"memory": state, "bfloat16": state // 2, "file": 0}[resident.inputs] * visited,
+        "products": step.product_bytes() * min(resident.products, visited),
     }
     # Pages of what is not resident: one layer's weights and states at a time, and one chunk of the head.
     layer_pages = 0 if resident.weights else packed // geometry.layers
     state_pages = 0 if resident.states else 3 * adapters
     chunk_pages = 0 if resident.head else head_width * step.embedding_bytes
-    per_input = {"memory": state, "bfloat16": state // 2, "file": 0}[resident.inputs]
-
-    def kept(below: int) -> dict[str, int]:
-        """What is kept for backward of the `below` lowest layers that it visits."""
-        products = max(0, min(resident.products, visited) - (visited - below))
-        return {"layer inputs": per_input * below, "products": step.product_bytes() * products}
 
     def layer(activations: int) -> dict[str, int]:
         return {"pages": layer_pages + state_pages, "activations": int(slack * activations)}
 
-    # Kept in memory, the input of the layer at work is among those that are kept.
-    own = 0 if resident.inputs == "memory" and visited else state
     phases = {
-        "forward": {**kept(visited), **layer(forward_bytes(step) + own)},
+        "forward": layer(forward_bytes(step) + state),
         "head": {
-            **kept(visited),
             "pages": chunk_pages,
             # the last layer's output, its rows with targets, these normed, the sum of the words' pulls, target words
             "activations": int(slack * 5 * state),
-            # of this chunk and of the one before, which is let go once the product is made
-            "logits": int(slack * 2 * positions * words * FLOAT),
+            "logits": positions * words * FLOAT,
         },
         "backward": max(
             (
                 {
-                    **kept(index),
                     **layer(backward_bytes(step, "selected" if index < selected else step.mode)),
                     "gradients": adapters * max(0, selected - index),
                 }

@@ -158,6 +158,8 @@ class Engine:
         self._owed = [0] * arch.layers
         self._positions: Positions | None = None
         self._head_buffer = torch.empty(0)
+        self._inputs: LayerInputs | None = None
+        self._products = torch.empty(0, 0)
         self.loss = float("nan")
         self.draw_adapters(seed)
 
@@ -289,7 +291,7 @@ class Engine:
         """
         chosen = self.schedule.selected(self.t) if selected is None else tuple(selected)
         roles = plan_roles(self.config.backward, chosen, len(self.layers))
-        kept = self._to_keep(roles, ids.numel() * self.architecture.hidden)
+        kept = self._to_keep(roles, ids.numel())
         with torch.no_grad():
             hidden = self._forward(ids, roles, kept)
         total, count, grad = self._loss(hidden, ids if labels is None else labels, True)
@@ -302,12 +304,21 @@ class Engine:
                 grad = self._backward(index, roles[index], kept, grad, result)
         return result
 
-    def _to_keep(self, roles: Sequence[str], numbers: int) -> _Kept:
+    def _to_keep(self, roles: Sequence[str], tokens: int) -> _Kept:
+        """Room for what backward wants, in memory that every step uses again."""
         visited = [i for i, role in enumerate(roles) if role in ("selected", "exact", "mlp")]
-        residency = self.residency
-        inputs = LayerInputs(residency.inputs, len(self.layers), numbers, residency.folder)
-        top = visited[max(0, len(visited) - residency.products) :]
-        return _Kept(inputs, {i: self.layers[i].products(keep=i in top) for i in visited})
+        residency, layers = self.residency, len(self.layers)
+        numbers = tokens * self.architecture.hidden
+        if self._inputs is None or self._inputs.numbers < numbers:
+            self._inputs = None  # let go before the new one is made
+            self._inputs = LayerInputs(residency.inputs, layers, numbers, residency.folder, self.device)
+        self._inputs.clear()
+        each = tokens * self.layers[0].product_numbers
+        if self._products.shape[1] < each:
+            self._products = torch.empty(0, 0)
+            self._products = torch.empty(min(residency.products, layers), each, device=self.device)
+        places: dict[int, Tensor] = dict(zip(reversed(visited), self._products, strict=False))
+        return _Kept(self._inputs, {i: self.layers[i].products(places.get(i)) for i in visited})
 
     def _backward(self, index: int, role: str, kept: _Kept, grad: Tensor, result: Gradient) -> Tensor:
         """The gradient below a layer, h' = h + attention(h), h'' = h' + mlp(h'), from that above it."""

@@ -48,9 +48,10 @@ def chunked_cross_entropy(
     score = x.new_zeros(tokens)  # x . w_target
     pull = torch.zeros_like(x) if gradient else None  # sum of exp(x . w_v - highest) w_v
     target_rows = torch.empty_like(x) if gradient else None
+    memory = x.new_empty(words * tokens)  # every chunk's logits: a fresh tensor each would cost its page faults
     for first, last in chunks(vocabulary, words):
         w = weight(first, last)
-        logits = x @ w.T
+        logits = torch.mm(x, w.T, out=memory[: tokens * (last - first)].view(tokens, last - first))
         here = ((targets >= first) & (targets < last)).nonzero().squeeze(1)
         local = targets[here] - first
         score[here] = logits[here, local]

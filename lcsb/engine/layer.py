@@ -99,9 +99,20 @@ class Layer:
         """Bytes of this layer's packed weights and their scales."""
         return sum(self.folder.nbytes(name) for name in self._packed)
 
-    def products(self, keep: bool) -> Products:
-        """A store for this layer's projections; without a norm after it, the last one's output is not needed."""
-        return Products(keep, () if self.architecture.sandwich else ("down_proj",))
+    def products(self, memory: Tensor | None) -> Products:
+        """A store for this layer's projections, in `memory` [`product_numbers` x tokens] or keeping none."""
+        return Products(memory, self._unneeded)
+
+    @property
+    def _unneeded(self) -> tuple[str, ...]:
+        # Without a norm after it, no gradient depends on the last projection's output.
+        return () if self.architecture.sandwich else ("down_proj",)
+
+    @property
+    def product_numbers(self) -> int:
+        """Numbers of one token's kept outputs."""
+        shapes = self.architecture.shapes
+        return sum(outputs for name, (outputs, _) in shapes.items() if name not in self._unneeded)
 
     # -- the branches --------------------------------------------------------------------------------------------
 

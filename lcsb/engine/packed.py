@@ -162,16 +162,15 @@ class _StagedCopies:
         return part
 
 
-def packed_product(x: Tensor, matrix: PackedMatrix, buffer: TileBuffer) -> Tensor:
-    """x W^T for x [tokens, columns]: [tokens, rows], float32, without a graph."""
-    y = x.new_empty(x.shape[0], matrix.rows)
+def packed_product(x: Tensor, matrix: PackedMatrix, buffer: TileBuffer, onto: Tensor) -> Tensor:
+    """x W^T for x [tokens, columns], added to `onto` [tokens, rows], float32, in place, without a graph."""
     narrow = x.to(buffer.dtype)
     for first, last, tile in buffer.each(matrix):
         if narrow is x:
-            torch.mm(x, tile.T, out=y[:, first:last])
+            onto[:, first:last].addmm_(x, tile.T)
         else:
-            y[:, first:last] = narrow @ tile.T
-    return y
+            onto[:, first:last].add_(narrow @ tile.T)
+    return onto
 
 
 def packed_transposed_product(

@@ -47,14 +47,22 @@ class Products:
     """Outputs of a layer's projections, kept by the forward pass so that backward need not compute them again.
 
     Args:
-        keep: whether the forward pass keeps them.
+        memory: where the forward pass puts them [numbers]; None if it keeps none.
         unneeded: projections whose outputs the gradient does not depend on.
     """
 
-    def __init__(self, keep: bool, unneeded: Sequence[str] = ()) -> None:
-        self.keep = keep
+    def __init__(self, memory: Tensor | None, unneeded: Sequence[str] = ()) -> None:
         self.kept: dict[str, Tensor] = {}
         self.unneeded = frozenset(unneeded)
+        self._memory, self._used = memory, 0
+
+    def place(self, projection: str, tokens: int, outputs: int) -> Tensor | None:
+        """Memory [tokens, outputs] for a projection's output, which is kept; None if it is not to be."""
+        if self._memory is None or projection in self.unneeded:
+            return None
+        begin, self._used = self._used, self._used + tokens * outputs
+        self.kept[projection] = self._memory[begin : self._used].view(tokens, outputs)
+        return self.kept[projection]
 
 
 def project(
@@ -72,14 +80,11 @@ def project(
     if torch.is_grad_enabled() and x.requires_grad:
         outputs: tuple[Tensor, ...] = _Project.apply(x, projections, adapters, buffer, products)
         return outputs
-    outputs = tuple(
-        _output(x, p, low, adapters, buffer)
-        for p, low in zip(projections, _lows(x, projections, adapters), strict=True)
-    )
-    if products is not None and products.keep:
-        pairs = zip(projections, outputs, strict=True)
-        products.kept.update({p.name: y for p, y in pairs if p.name not in products.unneeded})
-    return outputs
+    results = []
+    for p, low in zip(projections, _lows(x, projections, adapters), strict=True):
+        out = products.place(p.name, x.shape[0], p.matrix.rows) if products else None
+        results.append(_output(x, p, low, adapters, buffer, out))
+    return tuple(results)
 
 
 def _stacked(projections: Sequence[Projection], adapters: Adapters) -> tuple[Tensor, list[int]] | None:
@@ -99,14 +104,21 @@ def _lows(x: Tensor, projections: Sequence[Projection], adapters: Adapters) -> S
 
 
 def _output(
-    x: Tensor, projection: Projection, low: Tensor | None, adapters: Adapters, buffer: TileBuffer
+    x: Tensor,
+    projection: Projection,
+    low: Tensor | None,
+    adapters: Adapters,
+    buffer: TileBuffer,
+    out: Tensor | None = None,
 ) -> Tensor:
-    y = packed_product(x, projection.matrix, buffer)
+    y = x.new_empty(x.shape[0], projection.matrix.rows) if out is None else out
+    if low is None:
+        y.zero_()
+    else:
+        torch.mm(low, adapters.matrices[f"{projection.name}.b"].T, out=y)
     if projection.bias is not None:
         y.add_(projection.bias)
-    if low is not None:
-        y.addmm_(low, adapters.matrices[f"{projection.name}.b"].T)
-    return y
+    return packed_product(x, projection.matrix, buffer, y)
 
 
 class _Project(torch.autograd.Function):

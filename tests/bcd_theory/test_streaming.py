@@ -21,6 +21,7 @@ def test_every_part_of_a_tiny_model_counted_by_hand() -> None:
     # bytes for 64 of them.
     weights = 2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64
     adapters = 4 * (2 * (64 + 64) + 2 * (32 + 64) + 3 * (128 + 64))
+    state = 16 * 64 * 4
     assert found.throughout == {
         "floor": 1000,
         "runtime": 10,
@@ -31,10 +32,10 @@ def test_every_part_of_a_tiny_model_counted_by_hand() -> None:
         "tile": 4 * 128 * 64,
         "tables": 8 * 16 * 4,
         "head buffer": 4 * 64 * 64,  # 2,048 / 64 is 32 words: the least is 64
+        "layer inputs": 4 * state,
+        "products": 0,
     }
-    state = 16 * 64 * 4
-    assert found.phases["forward"]["layer inputs"] == 4 * state
-    assert found.phases["head"]["logits"] == 2 * 16 * 64 * 4
+    assert found.phases["head"]["logits"] == 16 * 64 * 4
     assert found.phases["head"]["activations"] == 5 * state
     # Block 0 is the lowest two layers: both gradients are there when backward has come down to layer 0.
     assert found.phases["optimiser"]["gradients"] == 2 * adapters * 4
@@ -70,7 +71,7 @@ def test_monotone_in_tokens_and_in_what_is_kept(name: str) -> None:
 def test_inputs_in_bfloat16_take_half() -> None:
     step = StreamedStep(TINY, "full", 8)
     inputs = {
-        place: streamed_bytes(step, Resident(inputs=place)).phases["head"]["layer inputs"]
+        place: streamed_bytes(step, Resident(inputs=place)).throughout["layer inputs"]
         for place in ("memory", "bfloat16", "file")
     }
     assert inputs["memory"] == 2 * inputs["bfloat16"] == 4 * 8 * 64 * 4
@@ -79,7 +80,7 @@ def test_inputs_in_bfloat16_take_half() -> None:
 
 def test_identity_keeps_the_selected_layers_alone_and_full_is_exact_with_all_layers() -> None:
     identity = streamed_bytes(StreamedStep(TINY, "identity", 8, layers_per_step=1), Resident())
-    assert identity.phases["forward"]["layer inputs"] == 8 * 64 * 4
+    assert identity.throughout["layer inputs"] == 8 * 64 * 4
     full = streamed_bytes(StreamedStep(TINY, "full", 8), Resident())
     assert full == streamed_bytes(StreamedStep(TINY, "exact", 8, layers_per_step=4), Resident())
 
