@@ -5,8 +5,9 @@ Each stage reads the files of the stage before it and nothing else, and does not
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -146,11 +147,66 @@ def predict(folder: RunFolder) -> Predictions:
 # -- run ---------------------------------------------------------------------------------------------------------
 
 
-def run(folder: RunFolder, progress: Progress | None = None) -> None:
+@dataclass(frozen=True)
+class Needs:
+    """What of the run stage is wanted.
+
+    Attributes:
+        evidence: of timing, memory, fidelity and probes.
+        arms: names of the arms to train; None: all.
+    """
+
+    evidence: frozenset[str] = frozenset({"timing", "memory", "fidelity"})
+    arms: frozenset[str] | None = None
+
+    def trains(self, arm: ArmConfig) -> bool:
+        """Whether this arm is wanted."""
+        return self.arms is None or arm.name in self.arms
+
+
+EVERYTHING = Needs()
+_EVIDENCE_OF = {"C1": "fidelity", "C3": "probes", "C4": "timing"}
+
+
+def needs_of(claims: Sequence[str], config: RunConfig) -> Needs:
+    """What the rules of these claims read, and nothing else. C6 and C7 need other runs (lcsb study): nothing here.
+
+    Raises:
+        ValueError: an unknown claim.
+    """
+    from reports.claims import BY_ID
+
+    evidence: set[str] = set()
+    arms: set[str] = set()
+    every = {arm.name for arm in config.arms}
+    for claim in claims:
+        if claim not in BY_ID:
+            raise ValueError(f"claim is {claim!r}, expected one of {', '.join(BY_ID)}")
+        evidence |= {_EVIDENCE_OF[claim]} if claim in _EVIDENCE_OF else set()
+        if claim == "C1":
+            arms |= {"full"} & every
+        elif claim == "C3":
+            evidence |= {"fidelity"}
+            arms |= {"full", probed_arm(config)} & every
+        elif claim in ("C2", "C5", "C8"):
+            arms |= every
+    return Needs(frozenset(evidence), frozenset(arms))
+
+
+def probed_arm(config: RunConfig) -> str:
+    """The arm whose end is a point of the probe steps: exact with idle momentum, else the first one."""
+    for arm in config.arms:
+        if (arm.method, arm.backward, arm.idle, arm.schedule) == ("lcsb", "exact", "momentum", "cyclic"):
+            return arm.name
+    return config.arms[0].name
+
+
+def run(folder: RunFolder, progress: Progress | None = None, needs: Needs = EVERYTHING) -> None:
     """Measure timing and memory alone, then train all arms side by side and measure fidelity on held-out batches.
 
     Args:
         progress: opens the display of one part of the work.
+        needs: what is wanted of it; probe steps (`probes`) are taken only where they are asked for.
 
     Raises:
         ValueError: no predictions are registered.
@@ -162,17 +218,25 @@ def run(folder: RunFolder, progress: Progress | None = None) -> None:
             f"{folder.predictions}: not there; predictions must be registered before a run (lcsb predict)"
         )
     expected = _Expected(config, read_record(folder.measurements, Measurements))
-    _run_part("timing, alone", _timing_jobs(folder, expected), 1, progress)
-    _run_part(
-        "memory, each mode in a process of its own", _memory_jobs(folder, expected), config.workers, progress
-    )
-    _collect_memory(folder)
+    if "timing" in needs.evidence:
+        _run_part("timing, alone", _timing_jobs(folder, expected), 1, progress)
+    if "memory" in needs.evidence:
+        jobs = _memory_jobs(folder, expected)
+        _run_part("memory, each mode in a process of its own", jobs, config.workers, progress)
+        _collect_memory(folder)
     # The short jobs come last and fill the time in which one worker would wait for the other's last arm.
-    arms = _arm_jobs(folder, config, expected) + _fidelity_jobs(folder, config, expected, "start")
-    _run_part("arms, and fidelity before them", arms, config.workers, progress)
-    after = _fidelity_jobs(folder, config, expected, "after")
-    _run_part("fidelity after fine-tuning", after, config.workers, progress)
-    _collect_fidelity(folder, config)
+    jobs = _arm_jobs(folder, config, expected, needs)
+    if "fidelity" in needs.evidence:
+        jobs += _fidelity_jobs(folder, config, expected, "start")
+        _run_part("arms, and fidelity before them", jobs, config.workers, progress)
+        after = _fidelity_jobs(folder, config, expected, "after")
+        _run_part("fidelity after fine-tuning", after, config.workers, progress)
+        _collect_fidelity(folder, config)
+    else:
+        _run_part("arms", jobs, config.workers, progress)
+    if "probes" in needs.evidence:
+        _run_part("probe steps", _probe_jobs(folder, config, expected), config.workers, progress)
+        _collect_probes(folder, config)
 
 
 MODES = ("full", "exact", "identity", "mlp")
@@ -217,16 +281,35 @@ class _Expected:
         return 4 * self.timed["full"]
 
     @property
-    def total(self) -> float:
-        arms = len(self.config.seeds) * sum(self.arm(arm) for arm in self.config.arms)
-        memory = sum(self.memory(mode) for mode in MODES)
-        side_by_side = arms + memory + 2 * self.config.fidelity_batches * self.fidelity_batch
-        return self.timing + side_by_side / self.config.workers
+    def probe_point(self) -> float:
+        """Seconds of the probe steps at one point: about 25 products of 1.5 gradients, and 10 passes, a block."""
+        return _START_SECONDS + self.config.cycle_length * (38 * self.trained["full"] + 10 * self.window)
+
+    def wall(self, needs: Needs) -> float:
+        """Wall seconds of what is wanted."""
+        return self.alone(needs) + self.side_by_side(needs) / self.config.workers
+
+    def alone(self, needs: Needs) -> float:
+        """Seconds of what must run alone on the machine."""
+        return self.timing if "timing" in needs.evidence else 0.0
+
+    def side_by_side(self, needs: Needs) -> float:
+        """Core-seconds of the rest, which several processes share."""
+        config = self.config
+        seconds = len(config.seeds) * sum(self.arm(arm) for arm in config.arms if needs.trains(arm))
+        if "memory" in needs.evidence:
+            seconds += sum(self.memory(mode) for mode in MODES)
+        if "fidelity" in needs.evidence:
+            seconds += 2 * config.fidelity_batches * self.fidelity_batch
+        if "probes" in needs.evidence:
+            seconds += len(POINTS) * len(config.seeds) * self.probe_point
+        return seconds
 
 
-def expected_run_seconds(folder: RunFolder) -> float:
-    """Expected wall seconds of the whole run stage, from the measured costs (T12)."""
-    return _Expected(RunConfig.read(folder.config), read_record(folder.measurements, Measurements)).total
+def expected_run_seconds(folder: RunFolder, needs: Needs = EVERYTHING) -> float:
+    """Expected wall seconds of the run stage, from the measured costs (T12)."""
+    expected = _Expected(RunConfig.read(folder.config), read_record(folder.measurements, Measurements))
+    return expected.wall(needs)
 
 
 def _timing_jobs(folder: RunFolder, expected: _Expected) -> list[Job]:
@@ -290,12 +373,14 @@ def _collect_memory(folder: RunFolder) -> None:
         write_json(folder.evidence("memory"), evidence)
 
 
-def _arm_jobs(folder: RunFolder, config: RunConfig, expected: _Expected) -> list[Job]:
+def _arm_jobs(
+    folder: RunFolder, config: RunConfig, expected: _Expected, needs: Needs = EVERYTHING
+) -> list[Job]:
     jobs = []
     for seed in config.seeds:
         for arm in config.arms:
             metrics = folder.arm(arm.name, seed).metrics
-            if _status(folder, arm.name, seed) is not None:
+            if not needs.trains(arm) or _status(folder, arm.name, seed) is not None:
                 continue
             jobs.append(
                 Job(
@@ -406,3 +491,63 @@ def _collect_fidelity(folder: RunFolder, config: RunConfig) -> None:
         names = [f"fidelity-{stage}-{index}" for stage, index, _ in _fidelity_batches(folder, config)]
         batches = [_read_part(folder, name) for name in names]
         write_json(folder.evidence("fidelity"), _evidence(folder, "fidelity", batches=batches))
+
+
+POINTS = ("start", "after")  # of an arm's training, see `probed_arm`
+
+
+def _probe_names(folder: RunFolder, config: RunConfig) -> list[tuple[str, int]]:
+    """(point, seed); `after` for the seeds whose arm has learned something."""
+    arm = probed_arm(config)
+    return [
+        (point, seed)
+        for point in POINTS
+        for seed in config.seeds
+        if point == "start" or _status(folder, arm, seed) == "done"
+    ]
+
+
+def _probe_jobs(folder: RunFolder, config: RunConfig, expected: _Expected) -> list[Job]:
+    if folder.evidence("probes").exists():
+        return []
+    return [
+        Job(
+            f"probe steps {point}, seed {seed}",
+            _measure_probes,
+            (folder.root, point, seed),
+            expected.probe_point,
+        )
+        for point, seed in _probe_names(folder, config)
+        if not _part(folder, f"probes-{point}-{seed}").exists()
+    ]
+
+
+def _measure_probes(root: Path, point: str, seed: int) -> None:
+    from lcsb.adapter_files import load_adapter
+    from lcsb.measure.probes import measure_probes
+    from lcsb.prepare import language_batch, layers_per_step, prepare
+
+    folder = RunFolder(root)
+    config = RunConfig.read(folder.config)
+    model, corpus = prepare(config, seed, recompute=False)
+    arm = probed_arm(config)
+    if point == "after":
+        load_adapter(model, folder.arm(arm, seed).adapter)
+    model.eval()
+    # The batch that the arm would have seen next: no step of it was trained on this one.
+    batch = language_batch(corpus.batch(seed, config.steps, config.batch_size), model)
+    found = measure_probes(model, batch, layers_per_step(model, config), seed=seed)
+    where = "start" if point == "start" else f"{arm}, step {config.steps}"
+    steps = [{"point": where, "seed": seed, **step} for step in found.steps]
+    write_json(
+        _part(folder, f"probes-{point}-{seed}"),
+        _evidence(folder, "probes", steps=steps, skipped=found.skipped, products=found.products),
+    )
+
+
+def _collect_probes(folder: RunFolder, config: RunConfig) -> None:
+    if not folder.evidence("probes").exists():
+        parts = [_read_part(folder, f"probes-{point}-{seed}") for point, seed in _probe_names(folder, config)]
+        fields = {name: [row for part in parts for row in part[name]] for name in ("steps", "skipped")}
+        products = sum(part["products"] for part in parts)
+        write_json(folder.evidence("probes"), _evidence(folder, "probes", products=products, **fields))
