@@ -29,7 +29,10 @@ def prepare(config: RunConfig, seed: int, recompute: bool, whole_layers: bool = 
     np.random.seed(seed)  # noqa: NPY002
     torch.manual_seed(seed)
     base, tokenizer = load_quantized(
-        config.model, quantization=config.quantization, double_quant=config.double_quant
+        config.model,
+        quantization=config.quantization,
+        double_quant=config.double_quant,
+        compute_dtype=config.compute_dtype,
     )
     longest = getattr(base.config, "max_position_embeddings", None)
     if longest is not None and config.data.tokens > longest:

@@ -120,7 +120,7 @@ def setting_of(run: Run) -> Setting:
     rest["corpus"] = run.environment.get("corpus", {}).get("sha256")
     return Setting(
         run.config.model, run.config.data.source, run.config.quantization or "none",
-        getattr(run.config, "compute_dtype", "auto"), run.config.optimizer.learning_rate, run.config.steps,
+        run.config.compute_dtype, run.config.optimizer.learning_rate, run.config.steps,
         run.config.cycle_length, json.dumps(rest, sort_keys=True),
     )  # fmt: skip
 

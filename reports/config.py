@@ -74,6 +74,7 @@ class RunConfig(Settings):
     model: Annotated[str, Field(min_length=1)] = "smollm2-135m"
     quantization: Literal["nf4", "fp4", "int8"] | None = "nf4"
     double_quant: bool = False
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # arithmetic; auto is float32 on a CPU
     seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] = [0, 1, 2]  # noqa: RUF012
     steps: PositiveInt = 60
     cycle_length: PositiveInt = 4

@@ -108,6 +108,7 @@ def refuse(config: RunConfig, arm: ArmConfig) -> None:
         ),
         (config.quantization != "nf4", f"quantization is {config.quantization!r}", "nf4"),
         (config.double_quant, "double_quant is true", "false"),
+        (config.compute_dtype == "bfloat16", "compute_dtype is bfloat16", "auto or float32"),
         (lora.dropout > 0, f"lora.dropout is {lora.dropout}", "0"),
         (lora.use_rslora, "lora.use_rslora is true", "false (choose alpha for the same scale)"),
         (bool(odd), f"lora.target_modules has {odd[0] if odd else ''!r}", ", ".join(PROJECTIONS)),
