@@ -59,7 +59,7 @@ class EngineSession:
         return ids
 
     def answer(self, request: Mapping[str, Any], anonymous: AnonymousPeak | None) -> dict[str, Any]:
-        """step, forward, profile or memory."""
+        """step, forward, profile, memory or parts (after memory: measuring needs some of its own)."""
         kind = request["do"]
         if kind == "step":
             return self.step()
@@ -74,7 +74,19 @@ class EngineSession:
                 "peak_bytes": read_status("VmHWM"),
                 "anonymous_bytes": anonymous.bytes if anonymous is not None else None,
             }
-        raise ValueError(f"request: found {kind!r}, expected step, forward, profile or memory")
+        if kind == "parts":
+            return self.parts()
+        raise ValueError(f"request: found {kind!r}, expected step, forward, profile, memory or parts")
+
+    def parts(self) -> dict[str, Any]:
+        """Bytes by part, at the first block of a cycle: it lies lowest, so its step visits most layers."""
+        from lcsb.bench.parts import measured_parts
+
+        def step() -> None:
+            self.engine.t = 0
+            self.engine.step(self.windows[0])
+
+        return {"parts": measured_parts(step, (Path(self.spec["folder"]), Path(self.spec["scratch"])))}
 
     def step(self) -> dict[str, Any]:
         """One training step: seconds of the whole and of the layers alone, and bytes read from the disk."""

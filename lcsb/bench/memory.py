@@ -19,6 +19,8 @@ from lcsb.bench.store import Store
 Report = Callable[[float, str], None]
 #: largest relative error of a predicted peak
 PREDICTED_WITHIN = 0.10
+#: largest relative distance of the measured parts' sum from the measured peak
+PARTS_WITHIN = 0.05
 #: rows of tokens that successive steps go through, the same for every arm
 WINDOWS = 8
 
@@ -103,6 +105,8 @@ def measure_arm(case: Case, arm: str, setup: Setup) -> dict[str, Any]:
             cycle = process.ready["cycle_length"]
             steps = [process.ask({"do": "step"}) for _ in range(setup.steps or max(2, cycle))]
             memory = process.ask({"do": "memory"})
+            if arm in OURS:
+                memory |= process.ask({"do": "parts"})
     timed = steps[1:] if cycle == 1 and len(steps) > 1 else steps
     return {
         **memory,
@@ -130,6 +134,13 @@ def prediction(found: Mapping[str, Any]) -> dict[str, Any]:
     return verdict(abs(found["planned"]["peak"]["total"] / found["peak_bytes"] - 1), PREDICTED_WITHIN)
 
 
+def parts_sum(found: Mapping[str, Any]) -> dict[str, Any]:
+    """How far the parts' sum is from the measured peak, relative to it."""
+    if not found.get("parts"):
+        return verdict(None, None)
+    return verdict(abs(sum(found["parts"].values()) / found["peak_bytes"] - 1), PARTS_WITHIN)
+
+
 def row_of(
     case: Case, arm: str, found: dict[str, Any], cold: bool, products: dict[str, Any] | None
 ) -> dict[str, Any]:
@@ -141,6 +152,7 @@ def row_of(
         **found,
         "peak": verdict(found["peak_bytes"], case.memory_limit if arm in OURS else None),
         "prediction": prediction(found),
+        "parts_sum": parts_sum(found),
     }
     if products is not None:
         alone = sum(products["seconds"][part]["cpu"] for part in PARTS)

@@ -220,7 +220,7 @@ def _memory_tables(report: Mapping[str, Any]) -> list[Any]:
     tables = []
     for name, case in report["cases"].items():
         table = Table(
-            "arm", "peak MiB", "plan", "anon", "floor", "CPU s", "wall s", "x products",
+            "arm", "peak MiB", "plan", "parts", "anon", "floor", "CPU s", "wall s", "x products",
             title=f"{name} ({case['weights']})",
         )  # fmt: skip
         for row in case["arms"]:
@@ -228,6 +228,7 @@ def _memory_tables(report: Mapping[str, Any]) -> list[Any]:
             name = row["name"] + (", cold" if row["page_cache"] == "cold" else "")
             table.add_row(
                 name, _against(row["peak"], _mib), _mib(row["planned"] and row["planned"]["peak"]["total"]),
+                _mib(row["parts"] and sum(row["parts"].values())),
                 _mib(row["anonymous_bytes"]), _mib(row["floor_bytes"]),
                 *(f"{row['seconds'][clock]:.2f}" for clock in ("cpu", "wall")),
                 "-" if times is None else f"{times:.2f}",
