@@ -26,6 +26,14 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="One setting, dotted: --set optimizer.eps=1e-6."),
 ]
+Against = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FILE",
+        help="A log to judge, repeated for more: metrics.jsonl, or a Trainer's state as ARM/SEED=trainer_state.json.",
+    ),
+]
+Bench = Annotated[Path | None, typer.Option(help="JSON of lcsb bench memory, for claim C7.")]
 Claims = Annotated[str | None, typer.Option(help="Only these claims: C1,C4.")]
 
 

@@ -7,10 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
+from lcsb.commands.against import claim_names, judge_user_logs
 from lcsb.commands.common import (
     FAILED,
     STOPPED,
+    Against,
     AsJson,
+    Bench,
     Claims,
     ConfigFile,
     Gate,
@@ -32,37 +35,46 @@ def validate(
     set_: Overrides = None,
     out: Annotated[Path | None, typer.Option(help="Run folder; default runs/NAME.")] = None,
     claims: Claims = None,
+    against: Against = None,
+    bench: Bench = None,
     dry_run: Annotated[bool, typer.Option(help="Print what would be done, and do nothing.")] = False,
     gate: Gate = False,
     as_json: AsJson = False,
 ) -> None:
     """The main job: measure, predict, run every arm on the real model, judge the claims, write the report.
 
-    An interrupted run is taken up where it stopped by the same command.
+    An interrupted run is taken up where it stopped by the same command. With --claims only what these claims need is
+    run; C3 takes probe steps, which no run takes unasked. With --against nothing is run: your own logs are judged.
 
     Examples: [bold]lcsb validate[/]    [bold]lcsb validate --size quick[/]
     [bold]lcsb validate --set data.source=notes.txt --out runs/notes[/]
     """
     from reports.records import RunConfig
 
+    names = claim_names(claims)
+    if against:
+        judge_user_logs(against, names, bench, gate, as_json)
+        return
     settings = RunConfig.build(size, config, set_ or [])
     root = out or Path("runs") / settings.name
     if dry_run:
-        _describe(settings, root)
+        _describe(settings, root, names)
         return
     one_process("validate")
     from lcsb import stages
     from lcsb.progress import duration
 
+    needs = stages.EVERYTHING if names is None else stages.needs_of(names, settings)
     folder = stages.open_run(root, settings)
     progress = terminal_progress()
     stages.measure(folder, progress)
     _print_corpus(folder)
     stages.predict(folder)
-    expected = duration(stages.expected_run_seconds(folder))
-    errors.print(f"predictions registered; a whole run is expected to take about {expected}", highlight=False)
-    stages.run(folder, progress)
-    _judge(folder, claims, gate, as_json, with_report=True)
+    expected = duration(stages.expected_run_seconds(folder, needs))
+    what = "a whole run" if names is None else f"what {', '.join(names)} needs"
+    errors.print(f"predictions registered; {what} is expected to take about {expected}", highlight=False)
+    stages.run(folder, progress, needs)
+    _judge(folder, names, gate, as_json, with_report=True, bench=bench)
 
 
 def _print_corpus(folder: Any) -> None:
@@ -73,7 +85,19 @@ def _print_corpus(folder: Any) -> None:
     errors.print(f"corpus {corpus['source']} (sha256 {corpus['sha256'][:12]}): {counts}", highlight=False)
 
 
-def _describe(settings: Any, root: Path) -> None:
+def _describe(settings: Any, root: Path, names: list[str] | None) -> None:
+    if names is not None:
+        from lcsb import stages
+
+        needs = stages.needs_of(names, settings)
+        wanted = [arm.name for arm in settings.arms if needs.trains(arm)]
+        parts = ", ".join(sorted(needs.evidence)) or "no other evidence"
+        console.print(
+            f"{settings.model} into {root}, for {', '.join(names)} only: {parts}; arms: {', '.join(wanted) or 'none'}; "
+            f"{len(settings.seeds)} seeds x {settings.steps} steps. The time is known after the first stage.",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
+        return
     arms, seeds = len(settings.arms), len(settings.seeds)
     steps = arms * seeds * settings.steps
     windows = arms * seeds * (-(-settings.steps // settings.eval_every)) * settings.eval_windows
@@ -226,21 +250,45 @@ def run_(run: Run) -> None:
     stages.run(run_folder(run), terminal_progress())
 
 
-def judge(run: Run, claims: Claims = None, gate: Gate = False, as_json: AsJson = False) -> None:
+def judge(
+    run: Annotated[Path | None, typer.Argument(help="Run folder, for example runs/validate.")] = None,
+    claims: Claims = None,
+    against: Against = None,
+    bench: Bench = None,
+    gate: Gate = False,
+    as_json: AsJson = False,
+) -> None:
     """Fourth stage: two verdicts a claim, the paper's claim and our prediction; writes verdicts.json.
 
-    Example: [bold]lcsb judge runs/mine --gate[/]
+    With --against in place of a run folder your own logs are judged, as far as they allow, and nothing is written.
+
+    Examples: [bold]lcsb judge runs/mine --gate[/]
+    [bold]lcsb judge --against full/0=out/trainer_state.json --against identity-momentum/0=out2/trainer_state.json[/]
     """
-    _judge(run_folder(run), claims, gate, as_json, with_report=False)
+    names = claim_names(claims)
+    if (run is None) == (not against):
+        raise ValueError("judge: give a run folder, or logs with --against FILE")
+    if against:
+        judge_user_logs(against, names, bench, gate, as_json)
+        return
+    assert run is not None
+    _judge(run_folder(run), names, gate, as_json, with_report=False, bench=bench)
 
 
-def _judge(folder: Any, claims: str | None, gate: bool, as_json: bool, with_report: bool) -> None:
+def _judge(
+    folder: Any,
+    names: list[str] | None,
+    gate: bool,
+    as_json: bool,
+    with_report: bool,
+    bench: Path | None = None,
+) -> None:
     from rich.table import Table
 
     from reports.judge import judge as judge_run
     from reports.judge import write_verdicts
 
-    verdicts = judge_run(folder, [name.strip() for name in claims.split(",")] if claims else None)
+    verdicts = judge_run(folder, names, bench)
     write_verdicts(folder, verdicts)
     page = None
     if with_report:
