@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from lcsb.commands import bench, convert, models, plan, runs, tools
+from lcsb.commands import bench, convert, models, plan, runs, study, tools
 from lcsb.commands.common import (
     BAD_INPUT,
     FAILED,
@@ -44,6 +44,7 @@ app.command("run")(runs.run_)
 app.command()(models.evaluate)
 app.command()(runs.judge)
 app.command()(runs.report)
+app.command()(study.study)
 app.command()(tools.doctor)
 app.command()(tools.bounds)
 app.command()(convert.convert)

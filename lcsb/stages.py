@@ -312,6 +312,12 @@ def expected_run_seconds(folder: RunFolder, needs: Needs = EVERYTHING) -> float:
     return expected.wall(needs)
 
 
+def expected_core_seconds(config: RunConfig, measured: Measurements, needs: Needs) -> float:
+    """Expected seconds of one core for the run stage, from measured costs (T12)."""
+    expected = _Expected(config, measured)
+    return expected.alone(needs) + expected.side_by_side(needs)
+
+
 def _timing_jobs(folder: RunFolder, expected: _Expected) -> list[Job]:
     if folder.evidence("timing").exists():
         return []
@@ -380,7 +386,7 @@ def _arm_jobs(
     for seed in config.seeds:
         for arm in config.arms:
             metrics = folder.arm(arm.name, seed).metrics
-            if not needs.trains(arm) or _status(folder, arm.name, seed) is not None:
+            if not needs.trains(arm) or arm_status(folder, arm.name, seed) is not None:
                 continue
             jobs.append(
                 Job(
@@ -430,14 +436,14 @@ def _fidelity_batches(folder: RunFolder, config: RunConfig) -> list[tuple[str, i
 
     `after` is measured on what the arm `full` has learned; where it diverged there is nothing to measure on.
     """
-    learned = [seed for seed in config.seeds if _status(folder, "full", seed) == "done"]
+    learned = [seed for seed in config.seeds if arm_status(folder, "full", seed) == "done"]
     found = [("start", i, config.seeds[i % len(config.seeds)]) for i in range(config.fidelity_batches)]
     return found + [
         ("after", i, learned[i % len(learned)]) for i in range(config.fidelity_batches) if learned
     ]
 
 
-def _status(folder: RunFolder, arm: str, seed: int) -> str | None:
+def arm_status(folder: RunFolder, arm: str, seed: int) -> str | None:
     """How an arm ended: done, diverged, or None if it has not."""
     metrics = folder.arm(arm, seed).metrics
     end = read_metrics(metrics).end if metrics.exists() else None
@@ -503,7 +509,7 @@ def _probe_names(folder: RunFolder, config: RunConfig) -> list[tuple[str, int]]:
         (point, seed)
         for point in POINTS
         for seed in config.seeds
-        if point == "start" or _status(folder, arm, seed) == "done"
+        if point == "start" or arm_status(folder, arm, seed) == "done"
     ]
 
 

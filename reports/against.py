@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from bcd_theory.predictions import Predictions
 from reports.arms import NAMED_ARMS, ArmConfig, expected
+from reports.cells import OWN_LOGS
 from reports.claims import BY_ID
 from reports.config import RunConfig
 from reports.evidence import BenchMemory
@@ -199,7 +200,7 @@ def _run(key: tuple[float, int, int], group: dict[tuple[str, int], UserLog]) -> 
             raise ValueError(f"{log.path}: arm {header.arm.name} has other settings than in another log")
     config = RunConfig.from_mapping(
         {
-            "name": "against", "model": "your model", "seeds": sorted({seed for _, seed in group}), "steps": steps,
+            "name": "against", "model": OWN_LOGS, "seeds": sorted({seed for _, seed in group}), "steps": steps,
             "cycle_length": cycle_length, "optimizer": {"learning_rate": eta}, "data": {"source": "your data"},
             "arms": [arm.model_dump(mode="json") for arm in arms.values()],
             "quantization": None if any(arm.trains_whole_layers for arm in arms.values()) else "nf4",

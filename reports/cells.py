@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from reports.arms import ArmConfig
-from reports.metrics import Metrics
+from reports.metrics import DIVERGED_WINDOW, Metrics
 from reports.run import Outcome, Run, Status
 
 ENDED = ("done", "no progress", "diverged")
+OWN_LOGS = "your own logs"
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,11 @@ class Setting:
 
     @property
     def words(self) -> str:
-        """'smollm2-135m on wikitext-2, nf4'."""
+        """'smollm2-135m on wikitext-2, nf4, 200 steps'."""
+        if self.model == OWN_LOGS:  # a log names neither model nor data
+            return f"{OWN_LOGS}, {self.steps} steps"
         arithmetic = "" if self.arithmetic == "auto" else f", {self.arithmetic} arithmetic"
-        return f"{self.model} on {self.task}, {self.base}{arithmetic}"
+        return f"{self.model} on {self.task}, {self.base}{arithmetic}, {self.steps} steps"
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,8 @@ class Result:
     """How one arm ended with one seed.
 
     start, final: held-out loss at step 0 and after the last step (nats a token); final is None where it was not
-    reached or not finite. seconds: of all steps. curve: (seconds so far, held-out loss) of each evaluation.
+    reached or not finite. began: step at which it began to diverge; established: steps after which that was known (a
+    mean needs its whole window). seconds: of all steps. curve: (seconds so far, held-out loss) of each evaluation.
     """
 
     status: Status
@@ -49,6 +53,7 @@ class Result:
     began: int | None = None
     seconds: float | None = None
     curve: tuple[tuple[float, float], ...] = ()
+    established: int | None = None
 
     @property
     def ended(self) -> bool:
@@ -105,9 +110,25 @@ def result_of(outcome: Outcome, metrics: Metrics | None) -> Result:
     final = (
         outcome.final_loss if outcome.final_loss is not None and math.isfinite(outcome.final_loss) else None
     )
+    seconds = so_far if metrics else None
     return Result(
-        outcome.status, outcome.loss_at_start, final, outcome.began, so_far if metrics else None, curve
+        outcome.status,
+        outcome.loss_at_start,
+        final,
+        outcome.began,
+        seconds,
+        curve,
+        _established(outcome, metrics),
     )
+
+
+def _established(outcome: Outcome, metrics: Metrics | None) -> int | None:
+    if outcome.began is None or metrics is None:
+        return None
+    whole = metrics.losses[outcome.began : outcome.began + DIVERGED_WINDOW]
+    # A loss that is not finite says so at once, and where the step was not taken it is not in the list at all.
+    at_once = len(whole) < DIVERGED_WINDOW or whole[0] is None
+    return outcome.began + (1 if at_once else DIVERGED_WINDOW)
 
 
 def setting_of(run: Run) -> Setting:

@@ -55,4 +55,10 @@ def judgements(material: Material | Run, claim_id: str) -> tuple[Judgement, Judg
     if claim_id == "C7":
         return judge_bytes(material.bench, claim)
     rule = _OF_RUN[claim_id]
+    if not material.runs:
+        paper, ours = (
+            Judgement(verdict="not testable here", rule=text.text, reason="Not tested: no run for it.")
+            for text in (claim.paper, claim.ours)
+        )
+        return paper, ours
     return pooled(claim, [(run, *rule(run, claim)) for run in material.runs])

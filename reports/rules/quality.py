@@ -12,6 +12,7 @@ from reports.cells import Cell, Result
 from reports.claims import GAP_MARGIN, MODELS_NEEDED, Claim
 from reports.decisions import SEEDS_NEEDED, Decision, Verdict, combine, count, decide
 from reports.numbers import interval, percent
+from reports.rules.stability import ladders_of
 from reports.verdicts import Judgement, Part
 
 STEPS, UPDATES, TIME = "equal steps", "equal updates per block", "equal wall time"
@@ -105,6 +106,9 @@ def judge_quality(cells: Sequence[Cell], claim: Claim) -> tuple[Judgement, Judge
     """Both verdicts from every cell that has full and the paper's arm (identity, idle momentum)."""
     here = [cell for cell in cells if cell.like("full") and cell.like("identity", "momentum")]
     here = [cell for cell in here if not _is_companion(cells, cell) and _gaps(cell, "identity").seeds]
+    # The rates of a sweep are no models and tasks to be pooled over.
+    swept = {(ladder.model, ladder.task, ladder.base, ladder.steps) for ladder in ladders_of(cells)}
+    here = [cell for cell in here if _place(cell) not in swept]
     make_paper = partial(Judgement, rule=claim.paper.text, margin=GAP_MARGIN, unit="gap")
     make_ours = partial(Judgement, rule=claim.ours.text, margin=GAP_MARGIN, unit="gap")
     if not here:
@@ -140,6 +144,10 @@ def _gaps(
 ) -> Gaps:
     arm = cell.like(mode, idle)
     return Gaps({}, {}) if arm is None else gaps(cell, arm, how, companion)
+
+
+def _place(cell: Cell) -> tuple[str, str, str, int]:
+    return cell.setting.model, cell.setting.task, cell.setting.base, cell.setting.steps
 
 
 def _is_companion(cells: Sequence[Cell], cell: Cell) -> bool:

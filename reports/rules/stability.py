@@ -34,7 +34,9 @@ class Rate:
 
 @dataclass(frozen=True)
 class Ladder:
-    """One model, base, arithmetic and task over the learning rates of the run: arm -> seed -> rate -> diverged.
+    """One model, base, arithmetic and task over the learning rates of the run.
+
+    diverged: arm -> seed -> rate -> the number of steps that showed it, or None where it did not diverge.
 
     Rates are the run's, before an arm's own rule: full at eta/sqrt(p) and an arm at eta stand at the same eta, which
     is where they move equally (T9).
@@ -44,9 +46,9 @@ class Ladder:
     task: str
     base: str
     arithmetic: str
-    cycle_length: int
+    steps: int
     names: Mapping[tuple[str, str, str], str]  # (backward, idle, rule) -> arm
-    diverged: Mapping[str, Mapping[int, Mapping[float, bool]]]
+    diverged: Mapping[str, Mapping[int, Mapping[float, int | None]]]
 
     @property
     def rates(self) -> list[float]:
@@ -62,9 +64,24 @@ class Ladder:
 
     @property
     def words(self) -> str:
-        """'smollm2-135m on wikitext-2, nf4'."""
+        """'smollm2-135m on wikitext-2, nf4, 60 steps'."""
         arithmetic = "" if self.arithmetic == "auto" else f", {self.arithmetic} arithmetic"
-        return f"{self.model} on {self.task}, {self.base}{arithmetic}"
+        return f"{self.model} on {self.task}, {self.base}{arithmetic}, {self.steps} steps"
+
+    def within(self, steps: int, rates: Sequence[float]) -> Ladder:
+        """The same, as it would stand after fewer steps and at some of the rates."""
+        cut = {
+            arm: {
+                seed: {
+                    rate: at if at is not None and at <= steps else None
+                    for rate, at in found.items()
+                    if rate in rates
+                }
+                for seed, found in seeds.items()
+            }
+            for arm, seeds in self.diverged.items()
+        }
+        return replace(self, steps=min(steps, self.steps), diverged=cut)
 
     def arm(self, key: tuple[str, str, str]) -> str | None:
         """The arm of (backward, idle, learning rate rule); full has one idle policy."""
@@ -77,7 +94,7 @@ class Ladder:
         for rate in self.rates:
             if rate not in found:
                 return None
-            if found[rate]:
+            if found[rate] is not None:
                 if before is None:
                     return Rate(math.log2(rate), "at most")
                 return Rate((math.log2(before) + math.log2(rate)) / 2)
@@ -92,7 +109,9 @@ class Ladder:
                 for arm in (stable, unstable)
             ]
             shared = sides[0].keys() & sides[1].keys()
-            if len(shared) >= SEEDS_NEEDED and all(sides[1][s] and not sides[0][s] for s in shared):
+            if len(shared) >= SEEDS_NEEDED and all(
+                sides[1][s] is not None and sides[0][s] is None for s in shared
+            ):
                 return rate
         return None
 
@@ -107,7 +126,7 @@ def ladders_of(cells: Sequence[Cell]) -> list[Ladder]:
         if len({cell.setting.learning_rate for cell in group}) < RATES_NEEDED:
             continue
         names: dict[tuple[str, str, str], str] = {}
-        diverged: dict[str, dict[int, dict[float, bool]]] = {}
+        diverged: dict[str, dict[int, dict[float, int | None]]] = {}
         for cell in group:
             for name, arm in cell.arms.items():
                 if arm.method != "lcsb" or arm.schedule != "cyclic":
@@ -116,9 +135,10 @@ def ladders_of(cells: Sequence[Cell]) -> list[Ladder]:
                 names.setdefault((arm.backward, idle, arm.learning_rate_rule), name)
                 for seed, result in cell.of(name).items():
                     by_rate = diverged.setdefault(name, {}).setdefault(seed, {})
-                    by_rate[cell.setting.learning_rate] = result.status == "diverged"
+                    shown = None if result.status != "diverged" else result.established or 0
+                    by_rate[cell.setting.learning_rate] = shown
         one = group[0].setting
-        found.append(Ladder(one.model, one.task, one.base, one.arithmetic, one.cycle_length, names, diverged))
+        found.append(Ladder(one.model, one.task, one.base, one.arithmetic, one.steps, names, diverged))
     return [ladder for ladder in found if len(ladder.rates) >= RATES_NEEDED]
 
 
@@ -310,7 +330,10 @@ def _pairs(ladders: Sequence[Ladder], explanation: Contrast) -> list[tuple[Ladde
                     and left.base == right.base
                 )
             if same and fits:
-                found.append((left, right))
+                # Equal horizon and equal rates, or the longer run would diverge at lower ones for that alone.
+                shared = sorted(set(left.rates) & set(right.rates))
+                steps = min(left.steps, right.steps)
+                found.append((left.within(steps, shared), right.within(steps, shared)))
     return found
 
 
