@@ -44,7 +44,9 @@ def judge_descent(run: Run, claim: Claim) -> tuple[Judgement, Judgement]:
     probes = run.probes
     make = partial(Judgement, margin=PROBE_SHARE, unit="share of probe steps", n_of="seed")
     if probes is None or not probes.steps:
-        reason = "Not tested: no probe steps were taken (lcsb validate --claims C3 takes them)."
+        reason = (
+            "Not tested: no probe steps were taken (lcsb validate --claims C3, or lcsb study, takes them)."
+        )
         return (make(verdict="not testable here", rule=claim.paper.text, reason=reason),
                 make(verdict="not testable here", rule=claim.ours.text, reason=reason))  # fmt: skip
     exact = inequality_part(probes.steps, "exact", 1.0, counts=True)

@@ -132,8 +132,8 @@ def judge_quality(cells: Sequence[Cell], claim: Claim) -> tuple[Judgement, Judge
         verdict, tail = "inconclusive", f", but one model alone cannot support it ({MODELS_NEEDED} needed)"
     paper = make_paper(
         verdict=verdict,
-        reason=f"At equal steps the gap of the identity arm, pooled over {count(len(here), 'model and task')}, is "
-        f"{_said(decision)}{tail}.",
+        reason=f"At equal steps the gap of the identity arm, pooled over {count(len(here), 'pair')} of model and "
+        f"task, is {_said(decision)}{tail}.",
         effect=decision.effect, interval=decision.interval, n=decision.n, parts=(*each, *beside),
     )  # fmt: skip
     return paper, _ours(here, found, make_ours)

@@ -229,7 +229,7 @@ def judge_stability(cells: Sequence[Cell], claim: Claim) -> tuple[Judgement, Jud
     if not here:
         reason = (
             f"Not tested: no sweep of {RATES_NEEDED} learning rates or more with the identity arm, full, and full at "
-            "eta/sqrt(p)."
+            "eta/sqrt(p) (lcsb study DIR --part f runs one)."
         )
         return (make(verdict="not testable here", rule=claim.paper.text, reason=reason),
                 make(verdict="not testable here", rule=claim.ours.text, reason=reason))  # fmt: skip
