@@ -64,14 +64,14 @@ def test_estimates_scale_with_the_multiplications():
     assert estimate(RunConfig.build(overrides=["model=somewhere/else"])) is None
 
 
-ARMS = ("full", "full-eta-over-sqrt-p", "identity-momentum", "exact-momentum")
+ARMS = ("full", "full-eta-over-sqrt-p", "identity-momentum")
 
 
 @pytest.fixture(scope="module")
 def tiny_runs(tmp_path_factory, model_cache):
-    """A sweep of four rates over a tiny model, three seeds; the first run measures for all."""
+    """A sweep of four rates over a tiny model, two seeds; the first run measures for all."""
     place = tiny_run.write_model(tmp_path_factory.mktemp("model"))
-    common = {"seeds": [0, 1, 2], "steps": 3, "eval_every": 3, "checkpoint_every": 3, "arms": list(ARMS)}
+    common = {"seeds": [0, 1], "steps": 3, "eval_every": 3, "checkpoint_every": 3, "arms": list(ARMS)}
     rates = (1e-3, 1e-2, 1e-1, 1.0)
     configs = [tiny_run.settings(place, name=f"f-{r:g}", optimizer__learning_rate=r, **common) for r in rates]
     names = [config.name for config in configs]
@@ -103,7 +103,7 @@ def test_a_study_runs_resumes_and_is_judged(tiny_runs, tmp_path, here, monkeypat
     monkeypatch.setattr("lcsb.train.train_arm", counting)
     said = []
     assert run_study(root, "quick", tiny_runs[:2], None, said.append) == []
-    assert len(trained) == 2 * len(ARMS) * 3
+    assert len(trained) == 2 * len(ARMS) * 2
     # The second run took over the measurements of the first, but for its own learning rate.
     first, second = (RunFolder(root / "runs" / run.name) for run in tiny_runs[:2])
     a, b = read_json(first.measurements), read_json(second.measurements)
@@ -116,14 +116,14 @@ def test_a_study_runs_resumes_and_is_judged(tiny_runs, tmp_path, here, monkeypat
     assert cost_of(root, tiny_runs[0]).finished and not cost_of(root, tiny_runs[1]).finished
     run_study(root, "quick", tiny_runs, None, said.append)
     assert trained[0] == (second.root.name, "full", 1)
-    assert len(trained) == 1 + 2 * len(ARMS) * 3
+    assert len(trained) == 1 + 2 * len(ARMS) * 2
     assert cost_of(root, tiny_runs[3]).source == "finished"
     verdicts = judge_study(root)
     assert [row.claim for row in verdicts.table] == [f"C{i}" for i in range(1, 9)]
     six = next(entry for entry in verdicts.verdicts if entry.claim == "C6")
-    assert six.paper.verdict != "not testable here" and six.paper.n in (0, 3)
+    assert six.paper.verdict != "not testable here" and six.paper.n in (0, 2)
     assert six.command == "lcsb study study --size quick --part f"
-    assert {line.explanation for line in verdicts.contrasts} == {"a", "c"}
+    assert verdicts.contrasts == ()  # no exact arm, so no explanation has both of its cells
     assert "2 of 200 wrong" in verdicts.planted and verdicts.missing == ()
     # A sweep is no evidence of quality.
     assert next(row for row in verdicts.table if row.claim == "C5").paper == "not testable here"
@@ -132,25 +132,22 @@ def test_a_study_runs_resumes_and_is_judged(tiny_runs, tmp_path, here, monkeypat
         assert row.command in page and row.change[1:40] in page
     assert "<script" not in page and "http" not in page.replace("http://www.w3.org", "")
     assert write_study(root, verdicts).read_text(encoding="utf-8") == page
-
-
-def test_the_same_verdict_from_a_run_folder_alone(tiny_runs, tmp_path, here):
-    """The folders of a study are ordinary ones: each can be judged alone."""
-    run_study(tmp_path, "quick", tiny_runs[:1])
-    alone = judge(tmp_path / "runs" / tiny_runs[0].name)
-    assert alone.verdicts[5].paper.verdict == "not testable here"
-    assert alone.verdicts[4].paper.n == 3
+    # The folders of a study are ordinary ones: each can be judged alone.
+    alone = judge(first).verdicts
+    assert alone[5].paper.verdict == "not testable here" and alone[4].paper.n == 2
 
 
 def test_one_failing_run_does_not_cost_the_others(tiny_runs, tmp_path, here):
+    small = ["seeds=[0]", 'arms=["full"]']
+    there = dataclasses.replace(tiny_runs[0], config=tiny_runs[0].config.override(small))
     missing = dataclasses.replace(
         tiny_runs[1],
         donor=None,
-        config=tiny_runs[1].config.override(["model=/nowhere/at/all"]),
+        config=tiny_runs[1].config.override([*small, "model=/nowhere/at/all"]),
     )
-    failed = run_study(tmp_path, "quick", [missing, tiny_runs[0]])
+    failed = run_study(tmp_path, "quick", [missing, there])
     assert len(failed) == 1 and failed[0].startswith(missing.name)
-    assert cost_of(tmp_path, tiny_runs[0]).finished
+    assert cost_of(tmp_path, there).finished
     assert any(missing.name in line for line in judge_study(tmp_path).missing)
 
 
