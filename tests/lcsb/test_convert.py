@@ -514,7 +514,8 @@ def test_a_large_matrix_in_little_memory(tmp_path):
     assert check(tmp_path / "packed")
 
 
-@pytest.mark.parametrize("name", ["smollm2-135m", pytest.param("gemma3-270m", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m"])
 def test_built_in_models_bit_for_bit(name, request, tmp_path):
     """Fresh process within 1 GB; weights, tokenizer and configuration are those of load_quantized's cache."""
     if name == "smollm2-135m":

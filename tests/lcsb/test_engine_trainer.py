@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -643,32 +644,13 @@ def test_a_budget_that_cannot_be_met(tmp_path):
 
 
 # What the README shows.
-SNIPPET = """
-from transformers import AutoTokenizer, DataCollatorForLanguageModeling, TrainingArguments
-
-from lcsb import LCSBConfig, LCSBTrainer
-from lcsb.engine.module import packed_folder
-
-tokenizer = AutoTokenizer.from_pretrained(packed_folder("smollm2-135m"))
-tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-trainer = LCSBTrainer(
-    model="smollm2-135m",  # or a folder that `lcsb convert SRC DIR` wrote
-    args=TrainingArguments("out", max_steps=4, per_device_train_batch_size=1, use_cpu=True, report_to=[]),
-    train_dataset=[tokenizer(text) for text in ["The cat sat on the mat.", "The dog lay under it."] * 2],
-    data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
-    lcsb=LCSBConfig("exact", layers_per_step=8, ram_budget="1GB"),
-)
-trainer.train()
-trainer.save_model("adapter")  # PeftModel.from_pretrained(base, "adapter") reads it
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("demo_cache")
 def test_the_readmes_example(tmp_path):
-    code = (
-        SNIPPET + "\nfrom lcsb.engine.ram import peak_bytes\nprint(peak_bytes(), trainer.state.global_step)\n"
-    )
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    marker = re.escape("<!-- executed by tests/lcsb/test_engine_trainer.py -->")
+    code = re.search(marker + r"\n```python\n(.*?)```", readme, re.S).group(1)
+    code += "\nfrom lcsb.engine.ram import peak_bytes\nprint(peak_bytes(), trainer.state.global_step)\n"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     peak, steps = map(int, done.stdout.split()[-2:])

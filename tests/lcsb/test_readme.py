@@ -27,5 +27,6 @@ def test_every_command_named_exists():
     from lcsb.cli import app
 
     known = {command.name or command.callback.__name__ for command in app.registered_commands}
+    known |= {group.name for group in app.registered_groups}
     named = set(re.findall(r"`lcsb ([a-z]+)", README.read_text()))
     assert named and named <= known, named - known
