@@ -6,8 +6,9 @@
 Throughout: norm vectors, one dequantised tile, rotary tables, and whatever is resident of packed weights, embedding,
 and adapters with their moments; of what is not resident one layer's pages (of the embedding one chunk's) at a time.
 Kept layer inputs and kept outputs of projections have memory of their own, which every step uses again; the gradients
-of the selected layers are at their most when backward ends. Counts are exact for the shapes; what a phase holds at once is a model of the program, and
-`runtime` and `slack` are what no count knows (libraries' own memory, the allocator's), fitted on one case.
+of the selected layers are at their most when backward ends. Counts are exact for the shapes; what a phase holds at
+once is a model of the program, and `runtime` and `slack` are what no count knows (libraries' own memory, the
+allocator's), fitted on one case.
 """
 
 from __future__ import annotations

@@ -48,7 +48,8 @@ def chunked_cross_entropy(
     score = x.new_zeros(tokens)  # x . w_target
     pull = torch.zeros_like(x) if gradient else None  # sum of exp(x . w_v - highest) w_v
     target_rows = torch.empty_like(x) if gradient else None
-    memory = x.new_empty(words * tokens)  # every chunk's logits: a fresh tensor each would cost its page faults
+    # Of every chunk's logits in turn: a fresh tensor each would cost its page faults.
+    memory = x.new_empty(words * tokens)
     for first, last in chunks(vocabulary, words):
         w = weight(first, last)
         logits = torch.mm(x, w.T, out=memory[: tokens * (last - first)].view(tokens, last - first))
