@@ -43,13 +43,17 @@ def plan(
     Examples: [bold]lcsb plan --model qwen2.5-3b --ram 1GB[/]    [bold]lcsb plan --model FOLDER --ram 650MiB --tokens
     1024 --mode exact --layers-per-step 8[/]
     """
+    import torch
+
     from lcsb.config import LCSBConfig
+    from lcsb.engine.compute import bfloat16_gain
     from lcsb.engine.engine import LoRASettings
     from lcsb.engine.planner import constants
     from lcsb.engine.planner import plan as make_plan
     from lcsb.engine.ram import parse_ram
     from lcsb.engine.rates import measured_rates
 
+    torch.set_num_threads(1)  # as `lcsb train` computes
     budget = parse_ram(ram)
     architecture, folder_bytes = _model(model)
     found = make_plan(
@@ -65,10 +69,18 @@ def plan(
         rates=measured_rates() if measure else None,
         states_in_file=not trainer,
     )
+    narrow = bfloat16_gain(architecture.hidden, architecture.intermediate) if measure else None
     if as_json:
-        print_json({"model": model, **found.as_dict()})
-    else:
-        _show(found, f"{model}: {rows} x {tokens} tokens, mode {mode}")
+        print_json({"model": model, **found.as_dict(), "bfloat16_gain": narrow})
+        return
+    _show(found, f"{model}: {rows} x {tokens} tokens, mode {mode}")
+    if narrow is not None:
+        console.print(
+            f"products in bfloat16 take {1 / narrow:.2f} of float32's time here; float32 is computed unless asked "
+            "(EngineModel's compute_dtype)",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _model(model: str) -> tuple[Architecture, int | None]:
@@ -119,7 +131,7 @@ def _show(found: Plan, title: str) -> None:
         console.print("seconds: not measured (--measure)", highlight=False)
     else:
         total = sum(found.seconds.values())
-        _amounts("seconds", found.seconds, total, lambda seconds: f"{seconds:.2f}", "of a step")
+        _amounts("seconds", found.seconds, total, lambda seconds: f"{seconds:.2f}", "of a step, estimated")
 
 
 def _amounts(name: str, parts: Any, total: float, words: Any, where: str) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from bcd_theory.streaming import FLOAT, Resident, StreamedStep, backward_bytes, forward_bytes
+from lcsb.engine.compute import thread_clock
 from lcsb.engine.kernels import kernel
 
 
@@ -70,12 +70,14 @@ def step_seconds(step: StreamedStep, kept: Resident, rates: Rates) -> dict[str, 
 def measured_rates() -> Rates:
     """Rates of this process with the threads that torch has now; takes a second or two, once."""
 
+    clock = thread_clock()
+
     def best(run: Callable[[], object], number: float) -> float:
         seconds = []
         for _ in range(6):  # the first one warms up; of the others the one that was disturbed least counts
-            begin = time.perf_counter()
+            begin = clock()
             run()
-            seconds.append(time.perf_counter() - begin)
+            seconds.append(clock() - begin)
         return number / max(min(seconds[1:]), 1e-9)
 
     rows = 1024

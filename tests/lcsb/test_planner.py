@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 
@@ -228,6 +229,7 @@ def test_command(command, tiny_folder):
     code, out, _ = command("--model", str(tiny_folder), "--ram", "1GiB", "--tokens", "64")
     assert code == 0
     assert "products kept for backward" in out and "dequantisation" in out and "total" in out
+    assert re.search(r"products in bfloat16 take \d+\.\d\d of float32's time here", out)
 
 
 def test_a_trainer_needs_more(command):
