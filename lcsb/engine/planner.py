@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from bcd_theory.geometry import Geometry
-from bcd_theory.streaming import Resident, StreamedBytes, StreamedStep, streamed_bytes
+from bcd_theory.streaming import FLOAT, Resident, StreamedBytes, StreamedStep, streamed_bytes
 from lcsb.config import LCSBConfig
 from lcsb.engine.architecture import Architecture
 from lcsb.engine.engine import LoRASettings, Residency
 from lcsb.engine.rates import Rates, step_seconds
 
 CONSTANTS = Path(__file__).with_name("constants.json")
-_UNTAMED_POSITIONS = 256
+_UNTAMED_BYTES = 5 << 19
 #: numbers that the head may hold at once
 CHUNKS = tuple(1 << power for power in (22, 21, 20, 19, 18, 17, 16))
 
@@ -94,8 +94,8 @@ class Plan:
         budget: bytes; None: no limit.
         margin_bytes: what the budget must leave beyond the predicted peak.
         least_bytes: the least budget that could be met.
-        tame: whether the process must call `lcsb.engine.ram.tame_allocator` to stay inside the prediction: with more
-            than 256 positions glibc's heap is left with holes (up to 15 % of the peak at 2,048).
+        tame: whether the process must call `lcsb.engine.ram.tame_allocator` to stay inside the prediction: where the
+            tensors inside an MLP are larger than 2.5 MiB, glibc's heap is left with holes (up to 15 % of the peak).
     """
 
     residency: Residency
@@ -231,7 +231,7 @@ def plan(
         ram,
         _margin(peak.total),
         least,
-        step.positions > _UNTAMED_POSITIONS,
+        step.positions * architecture.intermediate * FLOAT > _UNTAMED_BYTES,
     )
 
 

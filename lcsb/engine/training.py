@@ -27,7 +27,7 @@ from lcsb.engine.engine import Engine, Gradient, LoRASettings, Residency
 from lcsb.engine.find_packed import packed_model
 from lcsb.engine.mapped import MappedFolder
 from lcsb.engine.planner import Plan, plan
-from lcsb.engine.ram import peak_bytes
+from lcsb.engine.ram import peak_bytes, tame_allocator
 from lcsb.engine.saving import load_state, save_adapter, save_state
 from lcsb.engine.states import AdamWSettings, LayerStates
 from lcsb.engine.tokens import read_windows
@@ -76,6 +76,8 @@ def train_within(folder: RunFolder, arm_name: str, seed: int, ram: int | None) -
     corpus = read_windows(opened.config, model, folder.root / WINDOWS)
     scratch = opened.place.root / "scratch"
     found = planned(opened.config, config, model, architecture, ram, scratch)
+    if found.tame:
+        tame_allocator()
     loop = _EngineArm(opened, model, config, corpus, found.residency, ram)
     blocks = [list(block) for block in loop.engine.schedule.blocks]
     header = opened.header(

@@ -90,6 +90,19 @@ def test_the_head_is_summed_in_other_chunks_only_where_nothing_else_fits(tmp_pat
     assert chunks[0] < chunks[1] == chunks[2] == chunks[3] == 1 << 22
 
 
+@pytest.mark.parametrize(
+    ("name", "tokens", "tame"),
+    [
+        ("smollm2-135m", 256, False),
+        ("smollm2-135m", 512, True),
+        ("gemma3-270m", 256, False),
+        ("qwen2.5-3b", 256, True),
+    ],
+)
+def test_the_allocator_is_tamed_where_tensors_are_large(name, tokens, tame):
+    assert plan(architecture(name), tokens=tokens, config=FULL).tame is tame
+
+
 def test_without_a_limit_everything_stays_and_nothing_is_timed_that_was_not_measured(tmp_path):
     found = plan(architecture("smollm2-135m"), tokens=256, config=FULL, scratch=tmp_path)
     kept = found.residency
