@@ -175,6 +175,7 @@ def plan(
     scratch: Path | None = None,
     rates: Rates | None = None,
     states_in_file: bool = True,
+    chunk: int | None = None,
 ) -> Plan:
     """The fastest set of residents that fits.
 
@@ -189,6 +190,8 @@ def plan(
         scratch: folder for mapped files; None: nothing can be put in a file.
         rates: of this machine, for `seconds` (see `lcsb.engine.rates.measured_rates`).
         states_in_file: whether adapters and moments may lie in a file (a Trainer's optimiser has them in memory).
+        chunk: numbers that the head holds at once, of a run that goes on (the order of its sums depends on it); None:
+            the plan chooses.
 
     Raises:
         BudgetError: the budget cannot be met; names the least that could.
@@ -201,6 +204,8 @@ def plan(
         return total + _margin(total)
 
     sets = [resident for resident in _sets(scratch is not None) if states_in_file or resident.states]
+    if chunk is not None:
+        sets = [replace(resident, chunk=chunk) for resident in sets if resident.chunk == CHUNKS[0]]
     least = min(needed(resident) for resident in sets)
     fitting = [resident for resident in sets if ram is None or needed(resident) <= ram]
     # Rounding changes the numbers: only where nothing else fits.

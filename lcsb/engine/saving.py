@@ -66,11 +66,14 @@ def load_state(folder: Path, engine: Engine) -> dict[str, Any]:
     states = engine.states
     try:
         with safe_open(folder / _FILE, "pt") as saved:
-            if len(saved.keys()) != states.layers:
-                raise ValueError(
-                    f"{folder}: checkpoint of {len(saved.keys())} layers, expected {states.layers}; of another model"
-                )
-            for index in range(states.layers):
+            found = len(saved.keys())
+        if found != states.layers:
+            raise ValueError(
+                f"{folder}: checkpoint of {found} layers, expected {states.layers}; of another model"
+            )
+        for index in range(states.layers):
+            # Opened for each layer: one open file would keep the pages of all layers in memory.
+            with safe_open(folder / _FILE, "pt") as saved:
                 rows = saved.get_slice(_name(index))
                 if rows.get_shape() != [3, states.size]:
                     raise ValueError(

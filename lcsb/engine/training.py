@@ -33,7 +33,7 @@ from lcsb.engine.states import AdamWSettings, LayerStates
 from lcsb.engine.tokens import read_windows
 from lcsb.launch import launched_processes
 from lcsb.selective import NonFiniteError
-from reports.records import ArmConfig, RunConfig, RunFolder
+from reports.records import ArmConfig, RunConfig, RunFolder, read_metrics
 
 THREADS = 1  # as every process of a run
 WINDOWS = "windows.safetensors"
@@ -75,20 +75,35 @@ def train_within(folder: RunFolder, arm_name: str, seed: int, ram: int | None) -
     config = lcsb_config(opened.config, opened.arm, architecture.layers)
     corpus = read_windows(opened.config, model, folder.root / WINDOWS)
     scratch = opened.place.root / "scratch"
-    found = planned(opened.config, config, model, architecture, ram, scratch)
+    floor, chunk = _as_begun(opened)
+    found = planned(opened.config, config, model, architecture, ram, scratch, floor, chunk)
     if found.tame:
         tame_allocator()
     loop = _EngineArm(opened, model, config, corpus, found.residency, ram)
     blocks = [list(block) for block in loop.engine.schedule.blocks]
     header = opened.header(
         blocks, architecture.layers, "none: the memory engine keeps no copies to check T6 against", ram=ram,
-        plan={"peak": found.peak.total, "residency": found.as_dict()["residency"] | {"folder": None}},
+        plan={"peak": found.peak.total, "floor": floor, "residency": found.as_dict()["residency"] | {"folder": None}},
     )  # fmt: skip
     try:
         status = loop.run(header)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return Trained(status, found, peak_bytes())
+
+
+def _as_begun(opened: OpenArm) -> tuple[int, int | None]:
+    """Floor to plan with, and the head's chunk where a checkpoint goes on: both as the run began.
+
+    The chunk gives the order of the head's sums; chosen anew (another budget, a floor that is a page larger), it would
+    change the last bits of every number after the resume.
+    """
+    if opened.place.checkpoints():
+        header = read_metrics(opened.place.metrics).header
+        begun = getattr(header, "plan", None)
+        if begun is not None:
+            return begun.get("floor", peak_bytes()), begun["residency"]["chunk_logits"]
+    return peak_bytes(), None
 
 
 def refuse(config: RunConfig, arm: ArmConfig) -> None:
@@ -153,8 +168,10 @@ def planned(
     architecture: Architecture,
     ram: int | None,
     scratch: Path,
+    floor: int | None = None,
+    chunk: int | None = None,
 ) -> Plan:
-    """The plan of a run's steps in this process, whose memory so far is the floor."""
+    """The plan of a run's steps in this process. `floor`: its memory before (default: so far); `chunk` as in `plan`."""
     mapped = MappedFolder(model)
     return plan(
         architecture,
@@ -163,9 +180,10 @@ def planned(
         config=lcsb,
         lora=lora_settings(config),
         ram=ram,
-        floor=peak_bytes(),
+        floor=peak_bytes() if floor is None else floor,
         folder_bytes=sum(mapped.nbytes(name) for name in mapped.names()),
         scratch=scratch,
+        chunk=chunk,
     )
 
 

@@ -1,6 +1,8 @@
 """`lcsb train` in a fresh process that says which large packages it imported, and kills itself where it is told to.
 
-python budgeted_child.py POINT RUN ARM RAM [--in-file]    POINT: none, or PLACE:N, at the N-th time that PLACE is passed
+python budgeted_child.py POINT RUN ARM RAM [--in-file] [--small-chunk]
+
+POINT: none, or PLACE:N, at the N-th time that PLACE is passed
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import signal
 import sys
 from pathlib import Path
 
+import lcsb.engine.planner as planner
 import lcsb.engine.saving as saving
 import lcsb.engine.training as training
 from reports.records import RunFolder
@@ -60,6 +63,8 @@ def main():
             return dataclasses.replace(found, residency=kept)
 
         training.planned = all_in_files
+    if "--small-chunk" in sys.argv:
+        planner.CHUNKS = (1 << 16,)
     if point != "none":
         killed_at(point)
     trained = training.train_within(RunFolder(Path(run)), arm, 0, int(ram))

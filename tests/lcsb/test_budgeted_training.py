@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+import lcsb.engine.training as training
 from lcsb.cli import app
 from lcsb.engine.adapter_start import drawn_adapters
 from lcsb.engine.architecture import Architecture
@@ -213,6 +214,44 @@ def test_a_killed_run_goes_on_to_the_same_bits(straight, packed, tmp_path, point
     done = child(folder, "exact-momentum", "none", *options)
     assert done.returncode == 0, done.stderr
     same(finished(folder, "exact-momentum"), straight[1])
+
+
+def test_a_resumed_run_keeps_the_order_of_the_heads_sums(packed, tmp_path, monkeypatch):
+    """A resume under another budget must not choose another chunk: its curve would be that of no undisturbed run."""
+    folder = run_folder(tmp_path, packed, steps=8, eval_every=4)
+    stopped = child(folder, "exact-momentum", "remove:1", "--small-chunk")
+    assert stopped.returncode == -signal.SIGKILL
+    assert folder.arm("exact-momentum", 0).checkpoints()
+    seen = []
+    real = training.make_engine
+    monkeypatch.setattr(training, "make_engine", lambda *args: seen.append(args[3]) or real(*args))
+    assert train_within(folder, "exact-momentum", 0, None).status == "done"
+    assert [residency.chunk_logits for residency in seen] == [1 << 16]
+
+
+def test_a_checkpoint_is_read_layer_by_layer():
+    """A checkpoint larger than a layer must not come into memory whole: the budget holds for a resumed run too."""
+    script = """
+import sys, tempfile
+from pathlib import Path
+from types import SimpleNamespace
+import torch
+from lcsb.engine.ram import peak_bytes
+from lcsb.engine.saving import load_state, save_state
+from lcsb.engine.states import LayerStates
+with tempfile.TemporaryDirectory() as name:
+    states = LayerStates(40, 1 << 18, Path(name) / "one")
+    states.x(39).fill_(3)
+    save_state(Path(name) / "kept", SimpleNamespace(states=states, t=5), {})
+    other = SimpleNamespace(states=LayerStates(40, 1 << 18, Path(name) / "two"), t=0)
+    before = peak_bytes()
+    load_state(Path(name) / "kept", other)
+    assert other.t == 5 and bool((other.states.x(39) == 3).all())
+    print(peak_bytes() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 20 << 20  # of 120 MiB
 
 
 @pytest.mark.slow
